@@ -1,0 +1,199 @@
+"""The answer: which layers run where, under which schedule, how fast, in how much memory, and how good that is."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from partitioner.display import Shown
+from partitioner.errors import ArgumentError
+from partitioner.profiles import Profile, read_checked, write_whole
+from partitioner.specs import Bytes, Cluster, Frozen, ScheduleName, Seconds, Training
+
+FORMAT_VERSION = 1
+
+
+class MemoryItems(Frozen):
+    """Bytes of one rank at its peak, by what they are for."""
+
+    weights: Bytes = 0
+    buffers: Bytes = 0
+    gradients: Bytes = 0
+    optimizer: Bytes = 0
+    activations: Bytes = 0
+    """Saved for backward, all micro-batches in flight together."""
+    received: Bytes = 0
+    """Tensors received from other stages, in flight together."""
+    workspace: Bytes = 0
+    """The running micro-batch's own temporaries, gradients on their way, communication buckets."""
+    overhead: Bytes = 0
+    """Context and allocator slack of the device."""
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, name) for name in type(self).model_fields)
+
+
+class Stage(Frozen):
+    """Consecutive layers that run as one pipeline step, on one rank of each replica."""
+
+    index: int
+    layers: Annotated[tuple[str, ...], Field(min_length=1)]
+    ranks: tuple[int, ...]
+    """One a replica, in replica order."""
+    recompute: bool = False
+    shard: Literal["none"] = "none"
+
+
+class StagePrediction(Frozen):
+    """One stage's share of a step, on its slowest replica; compute + communication + idle = the step."""
+
+    forward_s: Seconds
+    """One micro-batch."""
+    backward_s: Seconds
+    compute_s: Seconds
+    """The whole step."""
+    communication_s: Seconds
+    """Time that the rank waits on transfers and gradient sync, not hidden behind compute."""
+    idle_s: Seconds
+    send_bytes: Bytes
+    """What this stage sends forward, one micro-batch."""
+    in_flight: int
+    memory: MemoryItems
+
+
+class LostEfficiency(Frozen):
+    """Where 1 - efficiency went, as fractions of all devices' time; the parts add up to it."""
+
+    imbalance: float = 0.0
+    fill_drain: float = 0.0
+    communication: float = 0.0
+    recompute: float = 0.0
+    sync: float = 0.0
+    small_microbatch: float = 0.0
+    optimizer: float = 0.0
+    unexplained: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, name) for name in type(self).model_fields)
+
+
+class Prediction(Frozen):
+    """The simulated step. throughput = batch / (step_s + optimizer_s), on both sides of every ratio."""
+
+    step_s: Seconds
+    """One train_step, data-parallel sync included."""
+    optimizer_s: Seconds
+    throughput: float
+    single_device_s: Seconds
+    """step + optimizer on one of these devices at its best micro-batch."""
+    single_device_fits: bool = True
+    """False: the model does not fit one device, and the comparison is with one of unlimited memory."""
+    speedup: float
+    efficiency: float
+    bubble_fraction: float
+    stages: tuple[StagePrediction, ...]
+    lost: LostEfficiency
+
+
+class Alternative(Frozen):
+    """A plan that was simulated and lost."""
+
+    mesh: dict[str, int]
+    schedule: ScheduleName
+    num_microbatches: int
+    stage_sizes: tuple[int, ...]
+    step_s: Seconds | None
+    """step + optimizer; None: it does not fit."""
+    reason: str = ""
+
+
+class Plan(Shown, Frozen):
+    """What `partition` returns: everything needed to run it, re-simulate it, draw it and compare it, in one file."""
+
+    version: Literal[1] = FORMAT_VERSION
+    profile: Profile
+    cluster: Cluster
+    training: Training
+    mesh: dict[str, int]
+    schedule: ScheduleName
+    num_microbatches: Annotated[int, Field(ge=1)]
+    """A replica."""
+    stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
+    prediction: Prediction
+    lower_bound_s: Seconds
+    """No plan of this search space has a smaller step_s + optimizer_s."""
+    runners_up: tuple[Alternative, ...] = ()
+    why: tuple[str, ...] = ()
+    """What binds, and what was assumed, one sentence each."""
+    runnable: bool = True
+    """False: the executor cannot run it; `why` says the reason."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        ids = tuple(layer.id for layer in self.profile.layers)
+        placed = tuple(name for stage in self.stages for name in stage.layers)
+        if placed != ids:
+            lost = sorted(set(ids) - set(placed))
+            raise ValueError(
+                f"the stages hold {len(placed)} layers, the profile has {len(ids)}"
+                + (f"; not placed: {', '.join(lost[:5])}" if lost else "; the order differs")
+            )
+        ranks = sorted(rank for stage in self.stages for rank in stage.ranks)
+        if ranks != list(range(len(ranks))) or len(ranks) > self.cluster.num_devices:
+            raise ValueError(f"ranks {ranks} are not 0 to {len(ranks) - 1} of {self.cluster.num_devices} devices")
+        if self.mesh.get("pp") != len(self.stages) or any(len(s.ranks) != self.mesh.get("dp") for s in self.stages):
+            raise ValueError(f"mesh {self.mesh} does not match {len(self.stages)} stages of the ranks listed")
+        return self
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stages)
+
+    @property
+    def num_replicas(self) -> int:
+        return self.mesh["dp"]
+
+    @property
+    def num_ranks(self) -> int:
+        """Devices used; it can be fewer than the cluster has, and `why` says so then."""
+        return self.num_stages * self.num_replicas
+
+    @property
+    def microbatch_samples(self) -> int:
+        """Samples of one micro-batch of one replica."""
+        return self.training.batch_size // (self.num_replicas * self.num_microbatches)
+
+    @property
+    def gap(self) -> float:
+        """(step + optimizer) / lower bound - 1: 0 is proven optimal."""
+        total = self.prediction.step_s + self.prediction.optimizer_s
+        return max(0.0, total / self.lower_bound_s - 1) if self.lower_bound_s else 0.0
+
+    def stage_of(self) -> dict[str, int]:
+        """Layer id -> stage."""
+        return {name: stage.index for stage in self.stages for name in stage.layers}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write as JSON; the file is whole or not there."""
+        write_whole(Path(path), self.model_dump_json(indent=1))
+
+    def to_split_spec(self) -> dict[str, str]:
+        """Cut points as torch.distributed.pipelining's `pipeline(..., split_spec=)` names them: module -> "beginning".
+
+        A cut before a further call of a module ("norm#1") has no such name and is an ArgumentError.
+        """
+        first = [stage.layers[0] for stage in self.stages[1:]]
+        repeated = [name for name in first if "#" in name]
+        if repeated:
+            raise ArgumentError(f"the cut before {repeated[0]} is a repeated call; a split spec cannot name it")
+        return {name: "beginning" for name in first}
+
+
+def load(path: str | os.PathLike[str]) -> Plan:
+    """The plan that `Plan.save` wrote."""
+    return read_checked(Plan, path)

@@ -1,0 +1,215 @@
+"""The data of a Profile: what each layer costs, which tensors flow between layers, which parameters they use."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Annotated, Literal, Self, TypeVar
+
+from pydantic import Field, ValidationError, model_validator
+
+from partitioner.display import Shown
+from partitioner.errors import ArgumentError
+from partitioner.specs import Bytes, Frozen, Seconds
+
+FORMAT_VERSION = 1
+
+
+class LayerCost(Frozen):
+    """One layer at one micro-batch size. Spreads are half of the interquartile range of the repeats."""
+
+    samples: Annotated[int, Field(ge=1)]
+    forward_s: Seconds
+    backward_s: Seconds
+    forward_spread_s: Seconds = 0.0
+    backward_spread_s: Seconds = 0.0
+    backward_input_s: Seconds | None = None
+    backward_weight_s: Seconds | None = None
+    saved_bytes: Bytes = 0
+    """What autograd keeps from this layer's forward until its backward; storages once, parameters left out."""
+    flops: Annotated[float, Field(ge=0)] = 0.0
+
+
+class Layer(Frozen):
+    """The smallest unit placed: one call of a submodule, with the glue code that follows it."""
+
+    id: str
+    """Module path, plus #k for its k-th further call: "h.3", "norm#1"."""
+    class_name: str
+    parameter_bytes: Bytes = 0
+    gradient_bytes: Bytes = 0
+    buffer_bytes: Bytes = 0
+    key: str = ""
+    """Structural key: layers with equal keys were measured once."""
+    costs: tuple[LayerCost, ...]
+    """At ascending micro-batch sizes, the same for every layer."""
+
+    def cost(self, samples: float) -> LayerCost:
+        """The cost at a micro-batch of `samples`: the straight line through the two nearest sizes measured.
+
+        Below the smallest size it is bounded by half of what pure proportion gives, so never negative.
+        """
+        exact = next((cost for cost in self.costs if cost.samples == samples), None)
+        if exact is not None:
+            return exact
+        first, second = _around(tuple(cost.samples for cost in self.costs), samples)
+        a, b = self.costs[first], self.costs[second]
+
+        def at(x: float, y: float) -> float:
+            return _line(a.samples, x, b.samples, y, samples)
+
+        split = a.backward_input_s is not None and b.backward_input_s is not None
+        return LayerCost(
+            samples=max(1, round(samples)),
+            forward_s=at(a.forward_s, b.forward_s),
+            backward_s=at(a.backward_s, b.backward_s),
+            forward_spread_s=at(a.forward_spread_s, b.forward_spread_s),
+            backward_spread_s=at(a.backward_spread_s, b.backward_spread_s),
+            backward_input_s=at(a.backward_input_s or 0, b.backward_input_s or 0) if split else None,
+            backward_weight_s=at(a.backward_weight_s or 0, b.backward_weight_s or 0) if split else None,
+            saved_bytes=round(at(a.saved_bytes, b.saved_bytes)),
+            flops=at(a.flops, b.flops),
+        )
+
+
+def _around(sizes: tuple[int, ...], samples: float) -> tuple[int, int]:
+    """Indices of the two measured sizes whose line is used; twice the same where there is only one."""
+    if len(sizes) == 1:
+        return 0, 0
+    k = next((k for k, size in enumerate(sizes) if size >= samples), len(sizes) - 1)
+    return max(0, k - 1), max(1, k)
+
+
+def _line(x0: int, y0: float, x1: int, y1: float, x: float) -> float:
+    if x0 == x1:
+        return y0 * x / x0
+    return max(y0 + (y1 - y0) * (x - x0) / (x1 - x0), 0.5 * y0 * min(1.0, x / x0), 0.0)
+
+
+class Tensor(Frozen):
+    """A tensor that one layer makes and later layers use. `bytes_at` is beside the profile's micro-batch sizes.
+
+    `alias` is the storage it shares with other tensors: views of one storage cross a cut one by one all the same.
+    """
+
+    id: str
+    producer: str
+    consumers: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    bytes_at: tuple[Bytes, ...]
+    needs_gradient: bool = False
+
+
+class Parameter(Frozen):
+    """One parameter, tied or not: `names` are all its names, the model's first one first."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: Bytes
+    trainable: bool
+    layers: tuple[str, ...]
+    """Layers that use it, in order; a parameter used on two stages lives on both and is kept equal."""
+
+
+class Profile(Shown, Frozen):
+    """A model's layers in execution order with their costs. Plain data: save it on the cluster, plan on a laptop."""
+
+    version: Literal[1] = FORMAT_VERSION
+    model: str
+    layers: Annotated[tuple[Layer, ...], Field(min_length=1)]
+    tensors: tuple[Tensor, ...]
+    parameters: tuple[Parameter, ...]
+    microbatch_sizes: Annotated[tuple[int, ...], Field(min_length=1)]
+    no_cut: dict[str, str] = {}
+    """Layer id -> why no cut is possible just before it."""
+    optimizer_s: Seconds = 0.0
+    """One optimizer step over the whole model."""
+    optimizer: str = "adamw"
+    buffer_bytes: Bytes = 0
+    """Buffers are whole on every rank."""
+    step_s: tuple[Seconds, ...] = ()
+    """Forward + backward of the unsliced model, beside `microbatch_sizes`; empty where it was not run."""
+    unattributed_s: tuple[float, ...] = ()
+    """`step_s` less the sum over layers."""
+    batch_dim: int = 0
+    device: str
+    device_kind: Literal["cuda", "cpu"]
+    dtype: str = "float32"
+    num_threads: Annotated[int, Field(ge=1)] = 1
+    torch_version: str = ""
+    provenance: Literal["measured", "estimated", "given"]
+    """`given`: costs written by hand or taken from a table."""
+    fingerprint: str = ""
+    """Hash over parameter and buffer names, shapes and dtypes."""
+    call_digest: str = ""
+    """Hash over the order of layer calls."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        ids = [layer.id for layer in self.layers]
+        if len(set(ids)) != len(ids):
+            raise ValueError("two layers have the same id")
+        place = {layer_id: k for k, layer_id in enumerate(ids)}
+        for layer in self.layers:
+            if tuple(cost.samples for cost in layer.costs) != self.microbatch_sizes:
+                raise ValueError(f"layer {layer.id}: its costs are not at the sizes {self.microbatch_sizes}")
+        for tensor in self.tensors:
+            unknown = [name for name in (tensor.producer, *tensor.consumers) if name not in place]
+            if unknown:
+                raise ValueError(f"tensor {tensor.id}: there is no layer {unknown[0]!r}")
+            if any(place[name] < place[tensor.producer] for name in tensor.consumers):
+                raise ValueError(f"tensor {tensor.id}: used before layer {tensor.producer!r} makes it")
+            if len(tensor.bytes_at) != len(self.microbatch_sizes):
+                raise ValueError(f"tensor {tensor.id}: {len(tensor.bytes_at)} sizes, not {len(self.microbatch_sizes)}")
+        for parameter in self.parameters:
+            for name in parameter.layers:
+                if name not in place:
+                    raise ValueError(f"parameter {parameter.names[0]}: there is no layer {name!r}")
+        return self
+
+    def tensor_bytes(self, tensor: Tensor, samples: float) -> float:
+        """Bytes of a tensor at a micro-batch of `samples`."""
+        if samples in self.microbatch_sizes:
+            return tensor.bytes_at[self.microbatch_sizes.index(int(samples))]
+        first, second = _around(self.microbatch_sizes, samples)
+        sizes, values = self.microbatch_sizes, tensor.bytes_at
+        return _line(sizes[first], values[first], sizes[second], values[second], samples)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write as JSON; the file is whole or not there."""
+        write_whole(Path(path), self.model_dump_json(indent=1))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Profile:
+        """Read what `save` wrote. A file that is not a profile is an ArgumentError that names the field."""
+        return read_checked(cls, path)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write beside the target, then rename: nobody ever sees half a file."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+Kind = TypeVar("Kind", bound=Frozen)
+
+
+def read_checked(kind: type[Kind], path: str | os.PathLike[str]) -> Kind:
+    """Read a JSON file of that kind; anything else is an ArgumentError that names the field."""
+    try:
+        return kind.model_validate_json(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ArgumentError(f"there is no file {os.fspath(path)}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise ArgumentError(f"{os.fspath(path)} is not a {kind.__name__}: {where}: {first['msg']}") from None

@@ -1,0 +1,169 @@
+"""What you have and what you want: devices, links, the cluster they form, the training to run on it; sizes and units."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from partitioner.errors import ArgumentError
+
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Bytes = Annotated[int, Field(ge=0)]
+
+ScheduleName = Literal["gpipe", "1f1b"]
+Objective = Literal["train", "throughput", "latency"]
+
+
+class Frozen(BaseModel):
+    """Data that leaves the process: immutable, unknown fields refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+_UNITS = {"": 1, "B": 1} | {
+    prefix + suffix: base**power
+    for base, suffix in ((1000, "B"), (1024, "iB"))
+    for power, prefix in enumerate("KMGT", start=1)
+}
+
+
+def parse_bytes(text: int | float | str) -> int:
+    """Bytes of a size such as "70GiB" (1024-based), "80 GB" (1000-based) or a plain number of bytes.
+
+    >>> parse_bytes("1GiB"), parse_bytes("1GB"), parse_bytes(80)
+    (1073741824, 1000000000, 80)
+
+    Bits ("1Gib"), unknown units and negative sizes are an ArgumentError.
+    """
+    if isinstance(text, (int, float)) and not isinstance(text, bool):
+        if text < 0 or text != text or text in (float("inf"),):
+            raise ArgumentError(f"a size of {text} bytes is impossible: give a number of bytes >= 0")
+        return int(text)
+    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*", str(text))
+    if found is None or (found[2] not in _UNITS and found[2].upper() not in _UNITS) or found[2].endswith("b"):
+        raise ArgumentError(f"cannot read the size {text!r}: write it like '70GiB', '80GB' or a number of bytes")
+    return int(float(found[1]) * _UNITS.get(found[2], _UNITS.get(found[2].upper(), 1)))
+
+
+def format_bytes(num_bytes: float) -> str:
+    """A size for people, in 1024-based units.
+
+    >>> format_bytes(1536), format_bytes(70 * 2**30)
+    ('1.5 KiB', '70.0 GiB')
+    """
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+class Device(Frozen):
+    """One accelerator or CPU rank. `relative_speed` scales measured times: 2.0 runs a layer in half the time."""
+
+    name: str
+    kind: Literal["cuda", "cpu"] = "cuda"
+    memory_bytes: Bytes
+    overhead_bytes: Bytes = 0
+    relative_speed: Annotated[float, Field(gt=0)] = 1.0
+
+    @property
+    def usable_bytes(self) -> int:
+        return max(0, self.memory_bytes - self.overhead_bytes)
+
+
+class Link(Frozen):
+    """Seconds of one message as a table over its size; straight lines between, the last slope beyond.
+
+    `sizes_bytes` ascending, `seconds` beside it. At least two points.
+    """
+
+    sizes_bytes: tuple[Bytes, ...]
+    seconds: tuple[Seconds, ...]
+    source: str = ""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if len(self.sizes_bytes) != len(self.seconds) or len(self.seconds) < 2:
+            raise ValueError(f"a link needs two or more points, got {len(self.sizes_bytes)} and {len(self.seconds)}")
+        if list(self.sizes_bytes) != sorted(set(self.sizes_bytes)):
+            raise ValueError("the sizes of a link's points must ascend")
+        return self
+
+    @classmethod
+    def of(cls, latency_s: float, bytes_per_s: float, source: str = "") -> Link:
+        """The straight line latency + bytes / bandwidth.
+
+        >>> round(Link.of(1e-5, 1e9).time(1_000_000), 6)
+        0.00101
+        """
+        return cls(sizes_bytes=(0, 2**30), seconds=(latency_s, latency_s + 2**30 / bytes_per_s), source=source)
+
+    def time(self, num_bytes: float) -> float:
+        """Seconds to move `num_bytes` from one rank to another."""
+        sizes, seconds = self.sizes_bytes, self.seconds
+        k = next((k for k in range(1, len(sizes) - 1) if num_bytes <= sizes[k]), len(sizes) - 1)
+        slope = (seconds[k] - seconds[k - 1]) / (sizes[k] - sizes[k - 1])
+        return max(0.0, seconds[k - 1] + slope * (num_bytes - sizes[k - 1]))
+
+    def all_reduce_time(self, num_bytes: float, num_ranks: int) -> float:
+        """Seconds of a ring all-reduce: 2 (n - 1) messages of 1/n of the data (Patarasuk & Yuan 2009)."""
+        if num_ranks < 2 or num_bytes <= 0:
+            return 0.0
+        return 2 * (num_ranks - 1) * self.time(num_bytes / num_ranks)
+
+
+class Cluster(Frozen):
+    """Devices in rank order, the node each one sits in, and the links within and between nodes."""
+
+    devices: tuple[Device, ...]
+    nodes: tuple[int, ...]
+    intra: Link
+    inter: Link
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.devices:
+            raise ValueError("a cluster needs at least one device, got 0")
+        if len(self.devices) != len(self.nodes):
+            raise ValueError(f"{len(self.devices)} devices but {len(self.nodes)} node numbers")
+        return self
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.devices)
+
+    def link(self, first: int, second: int) -> Link:
+        """The link between two ranks."""
+        return self.intra if self.nodes[first] == self.nodes[second] else self.inter
+
+    def slowest_link(self, ranks: tuple[int, ...]) -> Link:
+        """The link that a collective over these ranks waits for."""
+        return self.inter if len({self.nodes[rank] for rank in ranks}) > 1 else self.intra
+
+
+OPTIMIZER_BYTES = {"sgd": 0, "sgd-momentum": 4, "adam": 8, "adamw": 8}
+"""fp32 optimizer state a parameter, bytes: momentum is one copy, Adam's two moments are two."""
+
+
+class Training(Frozen):
+    """One optimizer step: its data, and what the planner may choose ("auto") or must keep."""
+
+    batch_size: Annotated[int, Field(ge=1)]
+    microbatches: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
+    mesh: Literal["auto"] | dict[Literal["pp", "dp"], Annotated[int, Field(ge=1)]] = "auto"
+    schedule: Literal["auto"] | ScheduleName = "auto"
+    optimizer: str = "adamw"
+    optimizer_bytes: Annotated[float, Field(ge=0)] = 8
+    """Optimizer state, bytes a trainable parameter element."""
+    precision: Literal["fp32"] = "fp32"
+    recompute: Literal["never"] = "never"
+    shard: Literal["none"] = "none"
+    memory_limit_bytes: Bytes | None = None
+    objective: Literal["train"] = "train"
+    pin: dict[str, Annotated[int, Field(ge=0)]] = {}
+    """Layer id -> stage, kept by the solver. A whole split by hand names every layer."""
+    batch_dim: int = 0
