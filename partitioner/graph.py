@@ -1,0 +1,314 @@
+"""A Profile as a cost graph: what any run of consecutive layers costs, holds, receives and sends."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import networkx as nx
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from partitioner.display import Shown
+from partitioner.errors import ArgumentError
+from partitioner.profiles import Parameter, Profile
+
+Floats = NDArray[np.float64]
+
+
+class StageTransfer(NamedTuple):
+    """Bytes that one stage sends another for one micro-batch: straight there, also past stages between them."""
+
+    source: int
+    target: int
+    forward_bytes: float
+    backward_bytes: float
+    """Gradients coming back: only of tensors that need one."""
+
+
+class Use(NamedTuple):
+    """A thing of `amount` is used at layer `at`; `previous` is where it was used or made before that, -1: nowhere."""
+
+    at: int
+    previous: int
+    amount: float
+
+
+class IntervalSum:
+    """Sum of what the layers [first, last) use, each thing counted once however often they use it.
+
+    A use counts when it is the first in the interval:
+
+        total(first, last) = sum of amount over uses with  previous < first <= at < last
+
+    Three kinds of use make every query O(log n): `previous == -1` is a prefix sum, `previous == at - 1` counts for
+    `first == at` alone, and only the rest ("long": tied parameters, skip connections) needs a table, one row for each
+    distinct `previous`.
+
+    >>> tied = IntervalSum(3, [Use(0, -1, 10.0), Use(2, 0, 10.0)])     # one parameter of 10, used by layers 0 and 2
+    >>> [float(tied(first, last)) for first, last in ((0, 1), (0, 3), (1, 2), (2, 3))]
+    [10.0, 10.0, 0.0, 10.0]
+    """
+
+    def __init__(self, num_layers: int, uses: Iterable[Use]) -> None:
+        fresh, adjacent = np.zeros(num_layers + 1), np.zeros(num_layers + 1)
+        long: list[Use] = []
+        for use in uses:
+            if use.previous < 0:
+                fresh[use.at + 1] += use.amount
+            elif use.previous == use.at - 1:
+                adjacent[use.at] += use.amount
+            else:
+                long.append(use)
+        self._prefix, self._adjacent = np.cumsum(fresh), adjacent
+        self._rows = np.array(sorted({use.previous for use in long}), dtype=np.int64)
+        self._table = np.zeros((len(self._rows) + 1, num_layers + 1))
+        for use in long:
+            self._table[np.searchsorted(self._rows, use.previous) + 1, use.at + 1] += use.amount
+        np.cumsum(self._table, axis=0, out=self._table)
+        np.cumsum(self._table, axis=1, out=self._table)
+
+    def __call__(self, first: ArrayLike, last: ArrayLike) -> Any:
+        """Totals of the intervals [first, last), first < last; arrays of positions broadcast."""
+        i, j = np.asarray(first), np.asarray(last)
+        total = self._prefix[j] - self._prefix[i] + self._adjacent[i]
+        if len(self._rows):
+            row = np.searchsorted(self._rows, i)
+            total = total + self._table[row, j] - self._table[row, i]
+        return total
+
+
+@dataclass(frozen=True)
+class LayerArrays:
+    """The graph at one micro-batch size: an array a figure, by layer position."""
+
+    samples: float
+    forward_s: Floats
+    backward_s: Floats
+    saved_bytes: Floats
+    crossing_bytes: Floats
+    """By cut, 0 to num_layers: bytes alive there that later layers use. Nothing crosses the first and the last."""
+    received: IntervalSum
+    """Bytes that the layers [first, last) take from layers before them."""
+    received_gradient: IntervalSum
+    """The part of it whose gradient goes back."""
+    _sent: IntervalSum
+    _sent_gradient: IntervalSum
+
+    def sent(self, first: ArrayLike, last: ArrayLike) -> Any:
+        """Bytes of tensors that the layers [first, last) make and later ones use, each once."""
+        end = len(self.forward_s)
+        return self._sent(end - np.asarray(last), end - np.asarray(first))
+
+    def sent_gradient(self, first: ArrayLike, last: ArrayLike) -> Any:
+        """The part of it that gets a gradient back."""
+        end = len(self.forward_s)
+        return self._sent_gradient(end - np.asarray(last), end - np.asarray(first))
+
+
+class CostGraph(Shown):
+    """What any split of a profile's layers costs. Positions count layers from 0; cut k is just before layer k.
+
+    Stages are given by their cuts, ascending: cuts (2, 5) of 9 layers are the stages [0, 2), [2, 5) and [5, 9).
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self.ids = tuple(layer.id for layer in profile.layers)
+        self.position = {name: k for k, name in enumerate(self.ids)}
+        self.num_layers = len(self.ids)
+        self._at: dict[float, LayerArrays] = {}
+        self._tensors = [
+            (tensor, self.position[tensor.producer], sorted({self.position[name] for name in tensor.consumers}))
+            for tensor in profile.tensors
+        ]
+
+    @classmethod
+    def from_profile(cls, profile: Profile) -> CostGraph:
+        return cls(profile)
+
+    @cached_property
+    def digraph(self) -> nx.DiGraph[tuple[str, str]]:
+        """Layers and tensors as nodes ("layer", id) and ("tensor", id), with an edge for each making and using.
+
+        Node data: `data`, the profile's Layer or Tensor, and for layers `position`.
+        """
+        graph: nx.DiGraph[tuple[str, str]] = nx.DiGraph()
+        for k, layer in enumerate(self.profile.layers):
+            graph.add_node(("layer", layer.id), data=layer, position=k)
+        for tensor in self.profile.tensors:
+            graph.add_node(("tensor", tensor.id), data=tensor)
+            graph.add_edge(("layer", tensor.producer), ("tensor", tensor.id))
+            graph.add_edges_from((("tensor", tensor.id), ("layer", name)) for name in tensor.consumers)
+        return graph
+
+    @cached_property
+    def allowed_cuts(self) -> tuple[int, ...]:
+        """Positions that may be cut, ascending."""
+        return tuple(k for k in range(1, self.num_layers) if self.ids[k] not in self.profile.no_cut)
+
+    def check_cuts(self, cuts: Sequence[int]) -> None:
+        """ArgumentError where the cuts do not ascend within the layers, or one is not possible."""
+        edges = (0, *cuts, self.num_layers)
+        for first, last in pairwise(edges):
+            if first >= last:
+                raise ArgumentError(
+                    f"the cuts {tuple(cuts)} leave a stage without layers: they must ascend from 1 to "
+                    f"{self.num_layers - 1}, the model has {self.num_layers} layers"
+                )
+        for cut in cuts:
+            if (reason := self.profile.no_cut.get(self.ids[cut])) is not None:
+                raise ArgumentError(f"no cut is possible before layer {self.ids[cut]} (position {cut}): {reason}")
+
+    def bounds(self, cuts: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """(first, last) of each stage; last is one past its last layer.
+
+        An empty `cuts` is one stage of the whole model.
+        """
+        edges = (0, *cuts, self.num_layers)
+        return tuple(pairwise(edges))
+
+    def stage_ids(self, cuts: Sequence[int]) -> tuple[tuple[str, ...], ...]:
+        """Layer ids of each stage."""
+        return tuple(self.ids[first:last] for first, last in self.bounds(cuts))
+
+    # Costs at a micro-batch size
+
+    def at(self, samples: float) -> LayerArrays:
+        """Costs by layer position for a micro-batch of `samples`, interpolated as `Layer.cost` does. Kept for reuse."""
+        if samples not in self._at:
+            self._at[samples] = self._arrays(samples)
+        return self._at[samples]
+
+    def crossing(self, cut: int, samples: float) -> float:
+        """Bytes alive across a cut for one micro-batch, each tensor once."""
+        return float(self.at(samples).crossing_bytes[cut])
+
+    def transfers(self, cuts: Sequence[int], samples: float) -> tuple[StageTransfer, ...]:
+        """What goes from stage to stage, a tensor straight from the stage that makes it to each that uses it."""
+        forward: dict[tuple[int, int], float] = defaultdict(float)
+        backward: dict[tuple[int, int], float] = defaultdict(float)
+        edges = np.array(cuts, dtype=np.int64)
+        if len(edges):
+            for tensor, producer, consumers in self._crossing_tensors:
+                source = int(np.searchsorted(edges, producer, side="right"))
+                last = int(np.searchsorted(edges, consumers[-1], side="right"))
+                if source == last:
+                    continue
+                num_bytes = self.profile.tensor_bytes(tensor, samples)
+                for target in {int(s) for s in np.searchsorted(edges, consumers, side="right")} - {source}:
+                    forward[source, target] += num_bytes
+                    backward[source, target] += num_bytes if tensor.needs_gradient else 0.0
+        return tuple(StageTransfer(*pair, forward[pair], backward[pair]) for pair in sorted(forward))
+
+    # Parameters
+
+    @cached_property
+    def weight_bytes(self) -> IntervalSum:
+        """Parameter bytes of the layers [first, last); a parameter that several of them use counts once."""
+        return self._placed(lambda parameter: parameter.bytes, self._unlisted[0])
+
+    @cached_property
+    def trainable_bytes(self) -> IntervalSum:
+        """The part of `weight_bytes` that gets gradients."""
+        return self._placed(lambda parameter: parameter.bytes * parameter.trainable, self._unlisted[1])
+
+    @cached_property
+    def trainable_elements(self) -> IntervalSum:
+        """Number of trainable parameter elements; bytes that no Parameter explains count 4 an element."""
+        return self._placed(lambda parameter: math.prod(parameter.shape) * parameter.trainable, self._unlisted[1] / 4)
+
+    def synced_parameters(self, cuts: Sequence[int]) -> tuple[tuple[Parameter, tuple[int, ...]], ...]:
+        """Parameters that live on several stages, with those stages: copies to be kept equal."""
+        edges = np.array(cuts, dtype=np.int64)
+        found = []
+        for parameter in self.profile.parameters:
+            if len(parameter.layers) > 1:
+                places = [self.position[name] for name in parameter.layers]
+                stages = sorted({int(s) for s in np.searchsorted(edges, places, side="right")})
+                if len(stages) > 1:
+                    found.append((parameter, tuple(stages)))
+        return tuple(found)
+
+    # Helpers
+
+    @cached_property
+    def _crossing_tensors(self) -> list[Any]:
+        return [item for item in self._tensors if item[2] and item[2][-1] > item[1]]
+
+    @cached_property
+    def _measured(self) -> dict[str, Floats]:
+        """[sizes, layers] a figure."""
+        return {
+            name: np.array([[getattr(cost, name) for cost in layer.costs] for layer in self.profile.layers], float).T
+            for name in ("forward_s", "backward_s", "saved_bytes")
+        }
+
+    def _arrays(self, samples: float) -> LayerArrays:
+        sizes, n = self.profile.microbatch_sizes, self.num_layers
+        values = {name: _interpolated(sizes, table, samples) for name, table in self._measured.items()}
+        crossing = np.zeros(n + 2)
+        received: list[Use] = []
+        received_gradient: list[Use] = []
+        sent: list[Use] = []
+        sent_gradient: list[Use] = []
+        for tensor, producer, consumers in self._crossing_tensors:
+            num_bytes = self.profile.tensor_bytes(tensor, samples)
+            crossing[producer + 1] += num_bytes
+            crossing[consumers[-1] + 1] -= num_bytes
+            later = [place for place in consumers if place > producer]
+            uses = [Use(at, previous, num_bytes) for previous, at in zip([producer, *later], later, strict=False)]
+            made = Use(n - 1 - producer, n - 1 - consumers[-1], num_bytes)  # positions counted from the end
+            received += uses
+            sent.append(made)
+            if tensor.needs_gradient:
+                received_gradient += uses
+                sent_gradient.append(made)
+        return LayerArrays(
+            samples=samples,
+            forward_s=values["forward_s"],
+            backward_s=values["backward_s"],
+            saved_bytes=np.rint(values["saved_bytes"]),
+            crossing_bytes=np.cumsum(crossing)[: n + 1],
+            received=IntervalSum(n, received),
+            received_gradient=IntervalSum(n, received_gradient),
+            _sent=IntervalSum(n, sent),
+            _sent_gradient=IntervalSum(n, sent_gradient),
+        )
+
+    @cached_property
+    def _unlisted(self) -> tuple[Floats, Floats]:
+        """Bytes, and bytes with gradients, that a layer states beyond the Parameters that name it: they are its own."""
+        own = np.array([[layer.parameter_bytes, layer.gradient_bytes] for layer in self.profile.layers], float).T
+        for parameter in self.profile.parameters:
+            places = sorted({self.position[name] for name in parameter.layers})
+            own[0, places] -= parameter.bytes
+            own[1, places] -= parameter.bytes * parameter.trainable
+        return np.maximum(own[0], 0.0), np.maximum(own[1], 0.0)
+
+    def _placed(self, amount: Callable[[Parameter], float], unlisted: Floats) -> IntervalSum:
+        """Parameters by the layers that use them; one that none uses is held where layer 0 is."""
+        uses = [Use(k, -1, own) for k, own in enumerate(unlisted.tolist()) if own > 0]
+        for parameter in self.profile.parameters:
+            places = sorted({self.position[name] for name in parameter.layers}) or [0]
+            uses += [Use(at, before, amount(parameter)) for before, at in zip([-1, *places], places, strict=False)]
+        return IntervalSum(self.num_layers, uses)
+
+
+def _interpolated(sizes: Sequence[int], table: Floats, samples: float) -> Floats:
+    """`table` [sizes, layers] at `samples`: the rule of `Layer.cost`, for all layers at once."""
+    rows: list[Floats] = list(table)
+    if samples in sizes:
+        return rows[sizes.index(int(samples))]
+    if len(sizes) == 1:
+        return rows[0] * (samples / sizes[0])
+    k = min(max(1, int(np.searchsorted(sizes, samples))), len(sizes) - 1)
+    (x0, x1), (y0, y1) = sizes[k - 1 : k + 1], rows[k - 1 : k + 1]
+    line = y0 + (y1 - y0) * ((samples - x0) / (x1 - x0))
+    floor: Floats = np.maximum(0.5 * y0 * min(1.0, samples / x0), 0.0)
+    return np.maximum(line, floor)
