@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, Self
+import tomllib
+from importlib.resources import files
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -38,13 +40,15 @@ def parse_bytes(text: int | float | str) -> int:
     Bits ("1Gib"), unknown units and negative sizes are an ArgumentError.
     """
     if isinstance(text, (int, float)) and not isinstance(text, bool):
-        if text < 0 or text != text or text in (float("inf"),):
+        if not 0 <= text < float("inf"):
             raise ArgumentError(f"a size of {text} bytes is impossible: give a number of bytes >= 0")
         return int(text)
     found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*", str(text))
-    if found is None or (found[2] not in _UNITS and found[2].upper() not in _UNITS) or found[2].endswith("b"):
+    if found is not None and found[2].endswith("b"):
+        raise ArgumentError(f"the size {text!r} is in bits (lower-case b): write bytes, like '70GiB' or '80GB'")
+    if found is None or (found[2] not in _UNITS and found[2].upper() not in _UNITS):
         raise ArgumentError(f"cannot read the size {text!r}: write it like '70GiB', '80GB' or a number of bytes")
-    return int(float(found[1]) * _UNITS.get(found[2], _UNITS.get(found[2].upper(), 1)))
+    return parse_bytes(float(found[1]) * _UNITS.get(found[2], _UNITS.get(found[2].upper(), 1)))
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -132,6 +136,35 @@ class Cluster(Frozen):
             raise ValueError(f"{len(self.devices)} devices but {len(self.nodes)} node numbers")
         return self
 
+    @classmethod
+    def of(
+        cls, device: Device, per_node: int, num_nodes: int = 1, *, within: Link, between: Link | None = None
+    ) -> Cluster:
+        """`num_nodes` nodes of `per_node` equal devices; `between` is left out where there is one node."""
+        count = per_node * num_nodes
+        nodes = tuple(rank // per_node for rank in range(count))
+        return cls(devices=(device,) * count, nodes=nodes, intra=within, inter=between or within)
+
+    @classmethod
+    def parse(cls, text: str) -> Cluster:
+        """The cluster that "8xH100" (one node) or "2x8xA100-80GB" (two nodes of eight) describes.
+
+        >>> cluster = Cluster.parse("2x8xA100-80GB")
+        >>> cluster.num_devices, cluster.devices[0].name, cluster.nodes[7:9]
+        (16, 'A100-80GB', (0, 1))
+
+        Memory and links are those of `hardware.toml`, where each figure has its source; upper and lower case are the
+        same. A device that is not listed there is an ArgumentError that names those that are.
+        """
+        found = re.fullmatch(r"\s*(?:(?:(\d+)\s*x\s*)?(\d+)\s*x\s*)?([A-Za-z0-9][A-Za-z0-9_. -]*?)\s*", text)
+        if found is None or (found[2] is None and found[3].isdigit()):
+            raise ArgumentError(f"cannot read the devices {text!r}: write them like '8xH100' or '2x8xA100-80GB'")
+        num_nodes, per_node = int(found[1] or 1), int(found[2] or 1)
+        if not num_nodes or not per_node:
+            raise ArgumentError(f"{text!r} is a cluster of 0 devices: give at least one")
+        device, within, between = known_device(found[3])
+        return cls.of(device, per_node, num_nodes, within=within, between=between)
+
     @property
     def num_devices(self) -> int:
         return len(self.devices)
@@ -143,6 +176,37 @@ class Cluster(Frozen):
     def slowest_link(self, ranks: tuple[int, ...]) -> Link:
         """The link that a collective over these ranks waits for."""
         return self.inter if len({self.nodes[rank] for rank in ranks}) > 1 else self.intra
+
+
+def known_device(name: str) -> tuple[Device, Link, Link]:
+    """A device of `hardware.toml` by name or alias, its link within a node and its link between nodes."""
+    catalog = tomllib.loads(files("partitioner").joinpath("hardware.toml").read_text(encoding="utf-8"))
+    names = {alias.lower(): key for key, entry in catalog["devices"].items() for alias in (key, *entry["aliases"])}
+    key = names.get(name.lower())
+    if key is None:
+        close = [known for known in catalog["devices"] if known.lower().startswith(name.lower())]
+        if close:
+            raise ArgumentError(f"the device {name!r} could be {' or '.join(close)}: write one of them")
+        raise ArgumentError(
+            f"the device {name!r} is not known. Known: {', '.join(catalog['devices'])}. For another, "
+            "pass gpus=Cluster.of(Device(name=..., memory_bytes=...), 8, within=Link.of(latency_s, bytes_per_s))"
+        )
+    entry = catalog["devices"][key]
+    device = Device(
+        name=key,
+        memory_bytes=parse_bytes(entry["memory"]["value"]),
+        overhead_bytes=parse_bytes(catalog["overhead"]["value"]),
+    )
+    return device, _known_link(catalog["links"][entry["within"]]), _known_link(catalog["links"][entry["between"]])
+
+
+def _known_link(entry: dict[str, Any]) -> Link:
+    if "seconds" in entry:
+        source = f"{entry['what']}: {entry['kind']}, {entry['source']}"
+        return Link(sizes_bytes=tuple(entry["sizes_bytes"]), seconds=tuple(entry["seconds"]), source=source)
+    rate, latency = entry["bandwidth"], entry["latency"]
+    source = f"{entry['what']}: bandwidth {rate['kind']}, {rate['source']}; latency {latency['kind']}"
+    return Link.of(latency["value"], rate["value"], source)
 
 
 OPTIMIZER_BYTES = {"sgd": 0, "sgd-momentum": 4, "adam": 8, "adamw": 8}
