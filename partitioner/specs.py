@@ -1,4 +1,4 @@
-"""What you have and what you want: devices, links, the cluster they form, the training to run on it; sizes and units."""
+"""What you have and what you want: devices, links, the cluster they form, the training to run; sizes and units."""
 
 from __future__ import annotations
 
