@@ -1,0 +1,398 @@
+"""The package from a shell: results on stdout, progress and errors on stderr, an exit code for each kind of failure.
+
+    partitioner plan pkg.mod:factory --gpus 4 -o plan.json
+    partitioner plan --profile profile.json --gpus 8xH100 --batch-size 64
+    partitioner profile pkg.mod:factory -o profile.json
+    partitioner show plan.json --timeline
+    partitioner verify plan.json pkg.mod:factory
+    partitioner doctor
+
+`pkg.mod:factory` names a function without arguments (or a model) in a module that Python finds from the current
+directory; "file.py:factory" works as well. It returns one of
+
+    model
+    (model, inputs)
+    (model, inputs, loss_fn)
+    (model, inputs, loss_fn, target)
+    {"model": model, "example_inputs": inputs, ...}        any arguments of partition() by name
+
+where `inputs` are partition's `example_inputs`. Options on the command line win over the dictionary.
+
+Exit codes: 0 done, 1 the ranks gave other numbers than one device, 2 usage, 3 no plan fits, 4 the model is not
+supported, 5 something is missing on this machine or a rank failed, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import partitioner
+from partitioner.errors import ArgumentError, PartitionerError, SetupError
+
+
+class Outcome(NamedTuple):
+    """What a command leaves: the result to show, and the exit code."""
+
+    result: Any
+    exit_code: int = 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; what it returns is the exit code of the process."""
+    options = _parser().parse_args(argv)
+    command: Callable[[argparse.Namespace], Outcome] = options.command
+    try:
+        with _stdout_for_results_only():
+            outcome = command(options)
+            text = _json(outcome.result) if options.json else str(outcome.result)
+        return _print(text, outcome.exit_code)
+    except PartitionerError as error:
+        return _fail(error, options, error.exit_code)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "partitioner":
+            raise
+        return _fail(SetupError(f"the package {error.name} is missing: pip install {error.name}"), options, 5)
+    except KeyboardInterrupt:
+        return _fail(KeyboardInterrupt("interrupted"), options, 130)
+
+
+def _plan(options: argparse.Namespace) -> Outcome:
+    plan = _plan_of_model(options) if options.factory else _plan_of_profile(options)
+    _save(plan, options.output)
+    return Outcome(plan)
+
+
+def _plan_of_model(options: argparse.Namespace) -> Any:
+    arguments = _arguments(options.factory) | _given(options, PLANNING)
+    if options.gpus is not None:
+        arguments["gpus"] = int(options.gpus) if options.gpus.isdigit() else options.gpus
+    if "gpus" not in arguments:
+        raise ArgumentError("say which devices to plan for: --gpus 4 or --gpus 8xH100")
+    from partitioner.api import partition
+
+    _check_names(partition, arguments, options.factory)
+    return partition(**arguments)
+
+
+def _plan_of_profile(options: argparse.Namespace) -> Any:
+    if options.profile is None:
+        raise ArgumentError("say what to plan: pkg.mod:factory, or --profile profile.json")
+    if options.gpus is None or options.batch_size is None:
+        raise ArgumentError("a plan from a profile alone needs --gpus, like 8xH100, and --batch-size")
+    from partitioner.profiles import Profile
+    from partitioner.solver import solve
+    from partitioner.specs import OPTIMIZER_BYTES, Cluster, Training, parse_bytes
+
+    fields = _given(options, ("batch_size", "mesh", "microbatches", "schedule", "optimizer"))
+    if options.memory_limit is not None:
+        fields["memory_limit_bytes"] = parse_bytes(options.memory_limit)
+    if options.optimizer is not None:
+        if options.optimizer not in OPTIMIZER_BYTES:
+            raise ArgumentError(f"optimizer {options.optimizer!r} is not known: {', '.join(OPTIMIZER_BYTES)}")
+        fields["optimizer_bytes"] = OPTIMIZER_BYTES[options.optimizer]
+    profile = Profile.load(options.profile)
+    training = _checked(Training, batch_dim=profile.batch_dim, **fields)
+    return solve(profile, Cluster.parse(options.gpus), training)
+
+
+def _profile(options: argparse.Namespace) -> Outcome:
+    from partitioner.profiler import profile
+
+    arguments = _arguments(options.factory) | _given(options, ("device",))
+    accepted = inspect.signature(profile).parameters
+    result = profile(**{name: value for name, value in arguments.items() if name in accepted})
+    _save(result, options.output)
+    return Outcome(result)
+
+
+def _show(options: argparse.Namespace) -> Outcome:
+    from partitioner.plan import Plan, load
+    from partitioner.profiles import Profile
+
+    try:
+        content = json.loads(Path(options.file).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ArgumentError(f"cannot read {options.file}: {error.strerror}") from None
+    except ValueError:
+        raise ArgumentError(f"{options.file} is not JSON: give a plan or a profile that was saved") from None
+    if not isinstance(content, dict) or not {"stages", "layers"} & content.keys():
+        raise ArgumentError(f"{options.file} is neither a plan nor a profile: it has no field 'stages' or 'layers'")
+    thing: Plan | Profile = load(options.file) if "stages" in content else Profile.load(options.file)
+    if not options.timeline:
+        return Outcome(thing)
+    if not isinstance(thing, Plan):
+        raise ArgumentError(f"{options.file} is a profile: only a plan has a timeline")
+    from partitioner.simulator import simulate
+
+    return Outcome(simulate(thing))
+
+
+def _verify(options: argparse.Namespace) -> Outcome:
+    from partitioner.plan import load
+    from partitioner.verification import verify
+
+    plan = load(options.plan)
+    arguments = _arguments(options.factory)
+    accepted = inspect.signature(verify).parameters
+    verification = verify(plan, **{name: value for name, value in arguments.items() if name in accepted})
+    return Outcome(verification, 0 if verification.passed else 1)
+
+
+def _doctor(options: argparse.Namespace) -> Outcome:
+    from partitioner.doctor import check
+
+    diagnosis = check(try_ranks=not options.quick)
+    return Outcome(diagnosis, 0 if diagnosis.ok else SetupError.exit_code)
+
+
+PLANNING = (
+    "profile",
+    "batch_size",
+    "batch_dim",
+    "mesh",
+    "microbatches",
+    "schedule",
+    "optimizer",
+    "memory_limit",
+    "objective",
+    "check",
+    "seed",
+)
+"""Arguments of partition() that are options of `plan`, under the same names."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    summary, _, details = (__doc__ or "").partition("\n\n")
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("partitioner", description=summary, epilog=details, formatter_class=raw)
+    parser.add_argument("--version", action="version", version=f"partitioner {partitioner.__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def add(name: str, command: Callable[[argparse.Namespace], Outcome], text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        sub.set_defaults(command=command)
+        sub.add_argument("--json", action="store_true", help="print JSON instead of text, also for an error")
+        sub.add_argument("--debug", action="store_true", help="print the traceback of an error")
+        return sub
+
+    plan = add("plan", _plan, "choose mesh, stages, schedule and micro-batches, and predict the step")
+    plan.add_argument("factory", nargs="?", metavar="pkg.mod:factory", help="what makes the model and its inputs")
+    plan.add_argument("--gpus", metavar="N|NxNAME", help="4, 8xH100 or 2x8xA100-80GB")
+    plan.add_argument("-o", "--output", metavar="FILE", help="save the plan there")
+    plan.add_argument("--profile", metavar="FILE", help="plan with these costs, without measuring again")
+    plan.add_argument("--batch-size", type=_number, metavar="N", help="samples of one optimizer step, all replicas")
+    plan.add_argument("--batch-dim", type=int, metavar="N", help="dimension of the inputs that counts samples")
+    plan.add_argument("--mesh", type=_mesh, metavar="pp=2,dp=2", help="pipeline stages and replicas, or auto")
+    plan.add_argument("--microbatches", type=_number, metavar="N|auto", help="micro-batches of a replica's batch")
+    plan.add_argument("--schedule", help="gpipe, 1f1b or auto")
+    plan.add_argument("--optimizer", help="for memory: sgd, sgd-momentum, adam or adamw")
+    plan.add_argument("--memory-limit", metavar="SIZE", help="of a device: 70GiB")
+    plan.add_argument("--objective", help="train")
+    plan.add_argument("--check", choices=("first", "never"), help="run the sliced model once against the whole one")
+    plan.add_argument("--seed", type=int, metavar="N")
+
+    profile = add("profile", _profile, "measure what each layer costs")
+    profile.add_argument("factory", metavar="pkg.mod:factory", help="what makes the model and its inputs")
+    profile.add_argument("--device", help="where to measure: cpu, cuda, cuda:1")
+    profile.add_argument("-o", "--output", metavar="FILE", help="save the profile there")
+
+    show = add("show", _show, "print a saved plan or profile")
+    show.add_argument("file", metavar="FILE")
+    show.add_argument("--timeline", action="store_true", help="what each rank of the plan does when, simulated")
+
+    verify = add("verify", _verify, "run a plan's ranks beside one device and compare numbers and times")
+    verify.add_argument("plan", metavar="PLAN", help="a saved plan")
+    verify.add_argument("factory", metavar="pkg.mod:factory", help="what makes the model and its inputs")
+
+    doctor = add("doctor", _doctor, "say what is installed and what works")
+    doctor.add_argument("--quick", action="store_true", help="start no processes")
+    return parser
+
+
+def _number(text: str) -> int | str:
+    if text == "auto":
+        return text
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more, nor auto")
+    return int(text)
+
+
+def _mesh(text: str) -> dict[str, int] | str:
+    if text == "auto":
+        return text
+    pairs = [part.split("=") for part in text.split(",")]
+    if not all(len(pair) == 2 and pair[1].isdigit() for pair in pairs):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a mesh: write it like pp=2,dp=2")
+    return {axis.strip(): int(size) for axis, size in pairs}
+
+
+def _given(options: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    """The options that were given, by name."""
+    return {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+
+
+def _arguments(where: str) -> dict[str, Any]:
+    """What the factory returns, as arguments of partition() by name."""
+    made = _made(where)
+    if isinstance(made, dict):
+        if "model" not in made:
+            raise ArgumentError(f"{where} returned a dictionary without 'model': it has {', '.join(map(str, made))}")
+        return dict(made)
+    names = ("model", "example_inputs", "loss_fn", "example_target")
+    values = made if isinstance(made, tuple) else (made,)
+    if not values or len(values) > len(names) or not callable(values[0]):
+        kinds = ", ".join(type(value).__name__ for value in values)
+        raise ArgumentError(
+            f"{where} returned ({kinds}): return model, (model, inputs), (model, inputs, loss_fn), "
+            "(model, inputs, loss_fn, target) or a dictionary of partition() arguments"
+        )
+    return dict(zip(names, values, strict=False))
+
+
+def _made(where: str) -> Any:
+    """The named function's result; a model that is named itself is that result."""
+    module_name, _, attribute = where.rpartition(":")
+    if not module_name or not attribute:
+        raise ArgumentError(f"cannot read {where!r}: write it like pkg.mod:factory or file.py:factory")
+    module = _module(module_name)
+    try:
+        thing = module
+        for part in attribute.split("."):
+            thing = getattr(thing, part)
+    except AttributeError:
+        raise ArgumentError(f"{module_name} has no {attribute!r}") from None
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(thing, torch.nn.Module):
+        return thing
+    if not callable(thing):
+        raise ArgumentError(f"{where} is a {type(thing).__name__}: name a function that returns the model")
+    with _own_faults(where):
+        return thing()
+
+
+def _module(name: str) -> Any:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    if not name.endswith(".py"):
+        with _own_faults(name):
+            return importlib.import_module(name)
+    path = Path(name).resolve()
+    if not path.is_file():
+        raise ArgumentError(f"there is no file {name}")
+    sys.path.insert(0, str(path.parent))
+    with _own_faults(name):
+        return importlib.import_module(path.stem)
+
+
+@contextlib.contextmanager
+def _own_faults(where: str) -> Iterator[None]:
+    """An exception of the user's own code becomes one line: what was raised, and in which line of which file."""
+    try:
+        yield
+    except PartitionerError:
+        raise
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name and (where + ".").startswith(error.name + "."):
+            raise ArgumentError(f"there is no module {error.name!r} in {os.getcwd()} or in this environment") from error
+        frames = traceback.extract_tb(error.__traceback__)
+        here = [frame for frame in frames if "importlib" not in frame.filename and frame.filename != __file__]
+        at = f" ({here[-1].filename}, line {here[-1].lineno})" if here else ""
+        raise ArgumentError(f"{where} raised {type(error).__name__}: {error}{at}") from error
+
+
+def _check_names(function: Callable[..., Any], arguments: dict[str, Any], where: str) -> None:
+    unknown = arguments.keys() - inspect.signature(function).parameters.keys()
+    if unknown:
+        raise ArgumentError(f"{where} returned {', '.join(sorted(unknown))}: partition() has no such argument")
+
+
+def _checked(kind: Callable[..., Any], **fields: Any) -> Any:
+    """A value of the user's data class, or an ArgumentError that names the field."""
+    from pydantic import ValidationError
+
+    try:
+        return kind(**fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0]) if first["loc"] else "the arguments"
+        raise ArgumentError(f"--{name.replace('_', '-')} {first['input']}: {first['msg']}") from None
+
+
+def _save(thing: Any, path: str | None) -> None:
+    if path is None:
+        return
+    try:
+        thing.save(path)
+    except OSError as error:
+        raise ArgumentError(f"cannot write {path}: {error.strerror}") from None
+    print(f"written to {path}", file=sys.stderr)
+
+
+def _json(result: Any) -> str:
+    if hasattr(result, "model_dump_json"):
+        return str(result.model_dump_json(indent=1))
+    return json.dumps(_plain(result), indent=1)
+
+
+def _plain(thing: Any) -> Any:
+    if dataclasses.is_dataclass(thing):
+        return {field.name: _plain(getattr(thing, field.name)) for field in dataclasses.fields(thing)}
+    if hasattr(thing, "model_dump"):
+        return thing.model_dump(mode="json")
+    if isinstance(thing, tuple) and hasattr(thing, "_asdict"):
+        return {name: _plain(value) for name, value in thing._asdict().items()}
+    if isinstance(thing, dict):
+        return {str(name): _plain(value) for name, value in thing.items()}
+    return [_plain(value) for value in thing] if isinstance(thing, (list, tuple)) else thing
+
+
+def _print(text: str, exit_code: int) -> int:
+    """Print a result; a reader that went away, as `head` does, is no error."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except UnicodeEncodeError:
+        encoding = sys.stdout.encoding or "ascii"
+        print(text.encode(encoding, "replace").decode(encoding), flush=True)
+    return exit_code
+
+
+def _fail(error: BaseException, options: argparse.Namespace, exit_code: int) -> int:
+    if options.debug:
+        traceback.print_exception(error)
+    print(f"error: {error}" if exit_code != 130 else "interrupted", file=sys.stderr)
+    if options.json:
+        described = {"kind": type(error).__name__, "message": str(error), "exit_code": exit_code}
+        _print(json.dumps({"error": described}, indent=1), exit_code)
+    return exit_code
+
+
+@contextlib.contextmanager
+def _stdout_for_results_only() -> Iterator[None]:
+    """While a command works, whatever prints (a model, a library, a child process) prints to stderr."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
