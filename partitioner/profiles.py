@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import secrets
 from pathlib import Path
 from typing import Annotated, Literal, Self, TypeVar
 
@@ -190,13 +190,13 @@ class Profile(Shown, Frozen):
 
 def write_whole(path: Path, text: str) -> None:
     """Write beside the target, then rename: nobody ever sees half a file."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with temporary.open("x", encoding="utf-8") as file:
             file.write(text)
         os.replace(temporary, path)
     except BaseException:
-        os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
         raise
 
 
@@ -206,9 +206,11 @@ Kind = TypeVar("Kind", bound=Frozen)
 def read_checked(kind: type[Kind], path: str | os.PathLike[str]) -> Kind:
     """Read a JSON file of that kind; anything else is an ArgumentError that names the field."""
     try:
-        return kind.model_validate_json(Path(path).read_text(encoding="utf-8"))
+        return kind.model_validate_json(Path(path).read_bytes())
     except FileNotFoundError:
         raise ArgumentError(f"there is no file {os.fspath(path)}") from None
+    except OSError as error:
+        raise ArgumentError(f"cannot read {os.fspath(path)}: {error.strerror}") from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"

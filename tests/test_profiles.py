@@ -1,0 +1,178 @@
+"""Profiles as data: saved, loaded, interpolated, refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from given import given_profile
+from hypothesis import given
+from hypothesis import strategies as st
+
+from partitioner.errors import ArgumentError
+from partitioner.profiles import Layer, LayerCost, Profile, write_whole
+
+
+def layer(*costs: tuple[int, float]) -> Layer:
+    """A layer with these (samples, forward_s); backward is twice forward, saved is a million times it."""
+    return Layer(
+        id="x",
+        class_name="X",
+        costs=tuple(
+            LayerCost(samples=n, forward_s=t, backward_s=2 * t, saved_bytes=round(1e6 * t), flops=n) for n, t in costs
+        ),
+    )
+
+
+def test_what_was_saved_is_what_is_loaded(tmp_path: Path) -> None:
+    profile = given_profile(no_cut={"block.1": "a hook"}, step_s=(0.01, 0.02), unattributed_s=(0.0, -0.001))
+    profile.save(tmp_path / "p.json")
+    assert Profile.load(tmp_path / "p.json") == profile
+
+
+def test_between_two_sizes_a_cost_is_on_the_line_through_them() -> None:
+    cost = layer((2, 3.0), (4, 5.0)).cost(3)
+    assert (cost.samples, cost.forward_s, cost.backward_s, cost.saved_bytes, cost.flops) == (
+        3,
+        4.0,
+        8.0,
+        4_000_000,
+        3.0,
+    )
+
+
+def test_a_measured_size_is_the_measurement_itself() -> None:
+    measured = layer((2, 3.0), (4, 5.0))
+    assert measured.cost(4) is measured.costs[1]
+
+
+def test_beyond_the_largest_size_the_last_line_goes_on() -> None:
+    assert layer((1, 1.0), (2, 3.0), (4, 5.0)).cost(8).forward_s == pytest.approx(9.0)
+
+
+def test_one_size_alone_is_scaled_in_proportion() -> None:
+    assert layer((4, 2.0)).cost(1).forward_s == pytest.approx(0.5)
+
+
+def test_below_the_smallest_size_a_cost_stays_above_half_of_proportion() -> None:
+    steep = layer((4, 1.0), (8, 10.0))  # the line would be negative at 1
+    assert steep.cost(1).forward_s == pytest.approx(0.5 * 1.0 / 4)
+
+
+@given(
+    st.lists(st.floats(0, 1e3), min_size=2, max_size=4),
+    st.integers(min_value=1, max_value=200),
+)
+def test_a_cost_is_never_negative(times: list[float], samples: int) -> None:
+    cost = layer(*((4 * 2**k, t) for k, t in enumerate(times))).cost(samples)
+    assert cost.forward_s >= 0
+    assert cost.saved_bytes >= 0
+
+
+def test_backward_is_split_only_where_both_sizes_are() -> None:
+    whole = LayerCost(samples=1, forward_s=1, backward_s=2)
+    split = LayerCost(samples=2, forward_s=1, backward_s=2, backward_input_s=1.5, backward_weight_s=1.4)
+    assert Layer(id="x", class_name="X", costs=(whole, split)).cost(3).backward_input_s is None
+    halves = LayerCost(samples=4, forward_s=1, backward_s=4, backward_input_s=2.5, backward_weight_s=2.4)
+    assert Layer(id="x", class_name="X", costs=(split, halves)).cost(3).backward_input_s == pytest.approx(2.0)
+
+
+def test_tensor_bytes_are_interpolated_like_costs() -> None:
+    profile = given_profile(sizes=(2, 4))
+    tensor = profile.tensors[0]
+    assert [profile.tensor_bytes(tensor, samples) for samples in (2, 3, 4, 8)] == [2048, 3072, 4096, 8192]
+
+
+def changed(**fields: Any) -> str:
+    return json.dumps(json.loads(given_profile().model_dump_json()) | fields)
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        ("{", "Invalid JSON"),
+        ("[]", "the file"),
+        (changed(surprise=1), "surprise"),
+        (changed(version=2), "version"),
+        (changed(provenance="guessed"), "provenance"),
+        (changed(layers=[]), "layers"),
+        (changed(optimizer_s=-1), "optimizer_s"),
+        (changed(step_s=["long"]), r"step_s\.0"),
+        (changed(microbatch_sizes=[1, 3]), "block.0: its costs are not at the sizes"),
+        (changed(device_kind="tpu"), "device_kind"),
+    ],
+)
+def test_a_file_that_is_no_profile_is_refused_by_the_field(tmp_path: Path, text: str, field: str) -> None:
+    path = tmp_path / "p.json"
+    path.write_text(text)
+    with pytest.raises(ArgumentError, match=rf"p\.json is not a Profile: .*{field}"):
+        Profile.load(path)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"no file .*none\.json"):
+        Profile.load(tmp_path / "none.json")
+
+
+def test_a_folder_or_a_binary_file_is_refused_like_any_other(tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ArgumentError, match="not a Profile"):
+        Profile.load(tmp_path / "p.json")
+    with pytest.raises(ArgumentError, match="cannot read"):
+        Profile.load(tmp_path)
+
+
+def test_a_saved_file_has_the_rights_of_any_new_file(tmp_path: Path) -> None:
+    given_profile().save(tmp_path / "p.json")
+    (tmp_path / "plain").touch()
+    assert (tmp_path / "p.json").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_nan_and_infinity_are_no_seconds() -> None:
+    for value in (float("nan"), float("inf"), -1e-9):
+        with pytest.raises(ValueError, match="forward_s"):
+            LayerCost(samples=1, forward_s=value, backward_s=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"layers": (*given_profile(2).layers, given_profile(2).layers[0])}, "same id"),
+        ({"layers": given_profile(2).layers}, "no layer 'block.2'"),
+        ({"tensors": (given_profile().tensors[0].model_copy(update={"consumers": ("gone",)}),)}, "no layer 'gone'"),
+        (
+            {"tensors": (given_profile().tensors[1].model_copy(update={"consumers": ("block.0",)}),)},
+            "used before layer 'block.1' makes it",
+        ),
+        ({"tensors": (given_profile().tensors[0].model_copy(update={"bytes_at": (1,)}),)}, "1 sizes, not 2"),
+        ({"parameters": (given_profile().parameters[0].model_copy(update={"layers": ("gone",)}),)}, "no layer 'gone'"),
+    ],
+)
+def test_layers_tensors_and_parameters_must_fit_together(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        given_profile(**changes)
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "p.json"
+    path.write_text("old")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space"):
+        given_profile().save(path)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_write_replaces_the_whole_file(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    path.write_text("x" * 10_000)
+    write_whole(path, "new")
+    assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
