@@ -32,8 +32,8 @@ class RanksFailed(Exception):
 class RankPool:
     """`run(n, fn, *args)` calls fn(*args) on n processes that find each other as under torchrun.
 
-    RANK, WORLD_SIZE, LOCAL_RANK and MASTER_* are set; fn makes the process group itself, or calls `join_group`. Whatever
-    fn leaves behind is destroyed after the call. A rank that fails, or does not come back in time, is restarted.
+    RANK, WORLD_SIZE, LOCAL_RANK and MASTER_* are set; fn makes the process group itself, or calls `join_group`; it is
+    destroyed after the call. A rank that fails, or does not come back in time, is restarted.
     """
 
     def __init__(self, size: int = 4) -> None:
@@ -49,7 +49,7 @@ class RankPool:
         assert num_ranks <= self.size, f"the pool has {self.size} ranks, not {num_ranks}"
         while len(self._workers) < self.size:
             self._workers.append(self._start())
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         job = cloudpickle.dumps((fn, args))
         waiting: dict[Connection, int] = {}
         for rank in range(num_ranks):
