@@ -125,6 +125,8 @@ class Profile(Shown, Frozen):
     microbatch_sizes: Annotated[tuple[int, ...], Field(min_length=1)]
     no_cut: dict[str, str] = {}
     """Layer id -> why no cut is possible just before it."""
+    keep_open: tuple[str, ...] = ()
+    """Modules that hand out a tensor made from the model's inputs alone: every rank makes it, so none may skip them."""
     optimizer_s: Seconds = 0.0
     """One optimizer step over the whole model."""
     optimizer: str = "adamw"
