@@ -122,45 +122,57 @@ def walk(orders: Orders, edges: Edges | None = None) -> Iterator[tuple[int, Acti
     """
     needs = _Needs(orders, edges)
     position = [0] * len(orders)
-    done: set[Action] = set()
-    waiting: dict[Action, list[int]] = {}
+    done: set[tuple[int, str, int]] = set()
+    waiting: dict[tuple[int, str, int], list[int]] = {}
     awake = list(reversed(range(len(orders))))
     while awake:
         rank = awake.pop()
         order = orders[rank]
-        while position[rank] < len(order):
-            action = order[position[rank]]
-            missing = next((need for need in needs.of(action) if need not in done), None)
+        for at in range(position[rank], len(order)):
+            action = order[at]
+            missing = needs.first_missing(action, done)
             if missing is not None:
                 waiting.setdefault(missing, []).append(rank)
+                position[rank] = at
                 break
             yield rank, action
             done.add(action)
-            position[rank] += 1
-            awake.extend(waiting.pop(action, ()))
+            if action in waiting:
+                awake.extend(waiting.pop(action))
 
 
 class _Needs:
-    """What an action waits for: the messages it receives, and a backward's own forward."""
+    """What an action waits for, in the same micro-batch: a backward's own forward, and the messages it receives."""
 
     def __init__(self, orders: Orders, edges: Edges | None) -> None:
         num_stages = 1 + max((action.stage for order in orders for action in order), default=-1)
-        self.sources: list[list[int]] = [[] for _ in range(num_stages)]
-        self.targets: list[list[int]] = [[] for _ in range(num_stages)]
+        self.table: dict[tuple[int, str], list[tuple[int, str]]] = {}
+        for stage in range(num_stages):
+            self.table[stage, "F"], self.table[stage, "B"] = [], [(stage, "F")]
         for source, target in sorted(chain(num_stages) if edges is None else edges):
             if not 0 <= source < target < num_stages:
                 raise ArgumentError(f"the edge {source} -> {target} does not go forward within {num_stages} stages")
-            self.sources[target].append(source)
-            self.targets[source].append(target)
+            self.table[target, "F"].append((source, "F"))
+            self.table[source, "B"].append((target, "B"))
 
-    def received(self, action: Action) -> list[Action]:
-        stages = self.sources if action.kind == "F" else self.targets
-        return [Action(stage, action.kind, action.microbatch) for stage in stages[action.stage]]
+    def first_missing(self, action: Action, done: Collection[tuple[int, str, int]]) -> tuple[int, str, int] | None:
+        stage, kind, k = action
+        for other, other_kind in self.table[stage, kind]:
+            if (other, other_kind, k) not in done:
+                return other, other_kind, k
+        return None
 
     def of(self, action: Action) -> list[Action]:
-        if action.kind == "F":
-            return self.received(action)
-        return [Action(action.stage, "F", action.microbatch), *self.received(action)]
+        return [Action(stage, kind, action.microbatch) for stage, kind in self.table[action.stage, action.kind]]
+
+    def received(self, action: Action) -> list[Action]:
+        return [need for need in self.of(action) if need.stage != action.stage]
+
+    def receivers(self, action: Action) -> list[Action]:
+        """The actions that wait for this one's message."""
+        other = "B" if action.kind == "F" else "F"  # what it sends forward comes back from there, and the reverse
+        stages = [stage for stage, kind in self.table[action.stage, other] if kind == other]
+        return [Action(stage, action.kind, action.microbatch) for stage in stages]
 
 
 def check_schedule(orders: Orders, edges: Edges | None = None) -> None:
@@ -215,10 +227,8 @@ def _check_pairing(orders: Orders, edges: Edges | None, needs: _Needs) -> None:
         for action in order:
             for source in needs.received(action):
                 awaited.setdefault((rank_of[source.stage], rank), []).append((source, action))
-            towards = needs.targets if action.kind == "F" else needs.sources
-            for stage in towards[action.stage]:
-                target = Action(stage, action.kind, action.microbatch)
-                sent.setdefault((rank, rank_of[stage]), []).append((action, target))
+            for target in needs.receivers(action):
+                sent.setdefault((rank, rank_of[target.stage]), []).append((action, target))
     for (first, second), messages in sent.items():
         for k, (message, expected) in enumerate(zip(messages, awaited[first, second], strict=True)):
             if message != expected and first != second:

@@ -16,7 +16,6 @@ What the replay assumes of the executor:
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -93,11 +92,11 @@ def replay(
     """
     if transfers is None:
         transfers = [Transfer(source, target, 0.0, 0.0) for source, target in chain(len(stages))]
-    steps = _steps(orders, [(transfer.source, transfer.target) for transfer in transfers])
+    replica = Replica(tuple(stages), tuple(transfers))
+    steps = _steps(orders, _edges(replica))
     num_stages = 1 + max(action.stage for _, action in steps)
     if num_stages != len(stages):
         raise ArgumentError(f"the schedule has {num_stages} stages, but costs are given for {len(stages)}")
-    replica = Replica(tuple(stages), tuple(transfers))
     return _play(steps, [replica], [[rank] for rank in range(len(orders))], overhead_s=overhead_s, overlap=overlap)
 
 
@@ -112,14 +111,13 @@ def simulate(
     a replica, or under another schedule.
     """
     cluster = cluster or plan.cluster
-    num_microbatches = microbatches or plan.num_microbatches
+    num_microbatches = plan.num_microbatches if microbatches is None else microbatches
     graph = CostGraph.from_profile(plan.profile)
     cuts = [graph.position[stage.layers[0]] for stage in plan.stages[1:]]
     ranks = [stage.ranks for stage in plan.stages]
     replicas = replica_costs(graph, cluster, plan.training, num_microbatches=num_microbatches, cuts=cuts, ranks=ranks)
     orders = build_schedule(schedule or plan.schedule, len(plan.stages), num_microbatches)
-    edges = [(transfer.source, transfer.target) for transfer in replicas[0].transfers]
-    return _play(_steps(orders, edges), replicas, ranks)
+    return _play(_steps(orders, _edges(replicas[0])), replicas, ranks)
 
 
 def predict(
@@ -161,92 +159,80 @@ def predict(
         raise ArgumentError(f"the cuts {tuple(cuts)} make {num_stages} stages, but the mesh has pp={mesh['pp']}")
     if ranks is None:
         ranks = place(cluster, num_stages, num_replicas)
-    replicas = replica_costs(graph, cluster, training, num_microbatches=num_microbatches, cuts=cuts, ranks=ranks)
-    counts = Counter(replicas)
-    distinct = list(counts)
-    edges = [(transfer.source, transfer.target) for transfer in distinct[0].transfers]
-    steps = _steps(build_schedule(schedule, num_stages, num_microbatches), edges)
-    # Equal replicas do the same thing at the same time: one stands for all.
-    places = [[r * num_stages + stage for r in range(len(distinct))] for stage in range(num_stages)]
-    timeline = _play(steps, distinct, places, overhead_s=overhead_s, overlap=overlap)
-
     if baseline is None:
         baseline = single_device(graph, cluster, training, overhead_s=overhead_s)
+    replicas = replica_costs(graph, cluster, training, num_microbatches=num_microbatches, cuts=cuts, ranks=ranks)
+    # Replicas of equal cost do the same at the same time, so one stands for all of them.
+    distinct = list(dict.fromkeys(replicas))
+    places = [[r * num_stages + stage for r in range(len(distinct))] for stage in range(num_stages)]
+    steps = _steps(build_schedule(schedule, num_stages, num_microbatches), _edges(distinct[0]))
+    timeline = _play(steps, distinct, places, overhead_s=overhead_s, overlap=overlap)
     step_s, optimizer_s = timeline.step_s, timeline.optimizer_s
     total_s, num_ranks = step_s + optimizer_s, num_stages * num_replicas
-    speedup = baseline.total_s / total_s if total_s else 1.0
+    if step_s <= 0:
+        raise ArgumentError("every layer of this profile takes 0 s: measure it, or give costs, before planning with it")
 
+    slowest = [max(row, key=timeline.busy_s) for row in places]
     samples = training.batch_size / (num_replicas * num_microbatches)
-    sent = [0.0] * num_stages
-    for moved in graph.transfers(cuts, samples):
-        sent[moved.source] += moved.forward_bytes
-    predictions = []
-    for stage in range(num_stages):
-        slowest = max(range(len(distinct)), key=lambda r: timeline.busy_s(places[stage][r]))
-        cost, rank = distinct[slowest].stages[stage], places[stage][slowest]
-        predictions.append(
+    moved = graph.transfers(cuts, samples)
+    stages = []
+    for stage, rank in enumerate(slowest):
+        replica = distinct[rank // num_stages]
+        memory = stage_memory(
+            graph,
+            training,
+            cluster.devices[ranks[stage][replicas.index(replica)]],
+            cuts=cuts,
+            stage=stage,
+            schedule=schedule,
+            num_microbatches=num_microbatches,
+            num_replicas=num_replicas,
+        )
+        stages.append(
             StagePrediction(
-                forward_s=cost.forward_s,
-                backward_s=cost.backward_s,
+                forward_s=replica.stages[stage].forward_s,
+                backward_s=replica.stages[stage].backward_s,
                 compute_s=timeline.busy_s(rank),
                 communication_s=timeline.communication_s(rank),
                 idle_s=timeline.idle_s(rank),
-                send_bytes=math.ceil(sent[stage]),
+                send_bytes=math.ceil(sum(one.forward_bytes for one in moved if one.source == stage)),
                 in_flight=in_flight(schedule, stage, num_stages, num_microbatches),
-                memory=stage_memory(
-                    graph,
-                    training,
-                    cluster.devices[ranks[stage][replicas.index(distinct[slowest])]],
-                    cuts=cuts,
-                    stage=stage,
-                    schedule=schedule,
-                    num_microbatches=num_microbatches,
-                    num_replicas=num_replicas,
-                ),
+                memory=memory,
             )
         )
     idle_s = sum(
-        counts[replica] * timeline.idle_s(places[stage][r])
-        for r, replica in enumerate(distinct)
-        for stage in range(num_stages)
+        replicas.count(replica) * timeline.idle_s(row[r]) for r, replica in enumerate(distinct) for row in places
     )
 
-    def end_s(free_transfers: bool) -> float:
-        ends = []
-        for stages, transfers in distinct:
-            if free_transfers:
-                transfers = tuple(replace(transfer, forward_s=0.0, backward_s=0.0) for transfer in transfers)
-            ends.append(max(_clock(steps, Replica(stages, transfers), overhead_s, overlap).ends))
-        return max(ends)
-
-    without_sync_s, without_transfers_s = end_s(False), end_s(True)
-    work_s = max(stage.compute_s for stage in predictions)
-    arrays = graph.at(samples)
-    fair_s = num_microbatches * (
-        float(arrays.forward_s.sum() + arrays.backward_s.sum()) / baseline.relative_speed / num_stages + 2 * overhead_s
-    )
-
-    def share(seconds: float) -> float:
-        return seconds / total_s if total_s else 0.0
-
+    free = [
+        Replica(one.stages, tuple(replace(t, forward_s=0.0, backward_s=0.0) for t in one.transfers)) for one in distinct
+    ]
+    without_sync_s = max(max(_clock(steps, one, overhead_s, overlap).ends) for one in distinct)
+    without_transfers_s = max(max(_clock(steps, one, overhead_s, overlap).ends) for one in free)
+    own_work_s = max(stage.compute_s for stage in stages)
+    costs = graph.at(samples)
+    microbatch_s = float(costs.forward_s.sum() + costs.backward_s.sum()) / baseline.relative_speed
+    fair_work_s = num_microbatches * (microbatch_s / num_stages + 2 * overhead_s)
+    lost_s = {
+        "optimizer": optimizer_s - baseline.optimizer_s / num_ranks,
+        "sync": step_s - without_sync_s,
+        "communication": without_sync_s - without_transfers_s,
+        "fill_drain": without_transfers_s - own_work_s,
+        "imbalance": own_work_s - fair_work_s,
+        "small_microbatch": fair_work_s - baseline.step_s / num_ranks,
+    }
+    speedup = baseline.total_s / total_s
     return Prediction(
         step_s=step_s,
         optimizer_s=optimizer_s,
-        throughput=training.batch_size / total_s if total_s else 0.0,
+        throughput=training.batch_size / total_s,
         single_device_s=baseline.total_s,
         single_device_fits=baseline.fits,
         speedup=speedup,
         efficiency=speedup / num_ranks,
-        bubble_fraction=idle_s / (num_ranks * step_s) if step_s else 0.0,
-        stages=tuple(predictions),
-        lost=LostEfficiency(
-            optimizer=share(optimizer_s - baseline.optimizer_s / num_ranks),
-            sync=share(step_s - without_sync_s),
-            communication=share(without_sync_s - without_transfers_s),
-            fill_drain=share(without_transfers_s - work_s),
-            imbalance=share(work_s - fair_s),
-            small_microbatch=share(fair_s - baseline.step_s / num_ranks),
-        ),
+        bubble_fraction=idle_s / (num_ranks * step_s),
+        stages=tuple(stages),
+        lost=LostEfficiency(**{name: seconds / total_s for name, seconds in lost_s.items()}),
     )
 
 
@@ -347,6 +333,10 @@ Steps = list[tuple[int, Action]]
 """(rank, action), each after all that it needs."""
 
 
+def _edges(replica: Replica) -> list[tuple[int, int]]:
+    return [(transfer.source, transfer.target) for transfer in replica.transfers]
+
+
 def _steps(orders: Orders, edges: Sequence[tuple[int, int]]) -> Steps:
     steps = list(walk(orders, edges))
     if len(steps) < sum(map(len, orders)) or not steps:
@@ -441,7 +431,10 @@ def _play(
         ):
             rank = ranks[pipeline_rank][r]
             if start > waits:
-                for channel in sorted(clock.incoming[stage, kind], key=lambda channel: channel.sent[k]):
+                incoming = clock.incoming[stage, kind]
+                if len(incoming) > 1:
+                    incoming = sorted(incoming, key=lambda channel: channel.sent[k])
+                for channel in incoming:
                     waits = max(waits, channel.sent[k])
                     if channel.arrived[k] > waits:
                         spans.append(Span(rank, "recv", stage, k, waits, channel.arrived[k]))

@@ -494,6 +494,21 @@ def test_the_placement_of_ranks_decides_which_traffic_crosses_nodes():
     assert replicas_together.step_s < replicas_apart.step_s
 
 
+def test_a_tensor_that_skips_a_stage_goes_straight_to_where_it_is_used():
+    profile = profile_of([1.0, 8.0, 1.0], tensor_bytes=100)
+    first = profile.tensors[0].model_copy(update={"consumers": ("layer1", "layer2")})
+    profile = profile.model_copy(update={"tensors": (first, profile.tensors[1])})
+    found = prediction_of(profile, cluster_of(3, link=Link.of(0.0, 50.0)), batch_size=1, cuts=(1, 2), m=1)
+    assert [stage.send_bytes for stage in found.stages] == [200, 100, 0]
+    # 2 s for each message; what skips the slow stage arrives long before it is needed.
+    assert found.step_s == pytest.approx(3 * 10.0 + 4 * 2.0)
+
+
+def test_a_profile_without_any_time_is_refused():
+    with pytest.raises(ArgumentError, match="takes 0 s"):
+        prediction_of(profile_of([0.0, 0.0]), cluster_of(2), batch_size=1, cuts=(1,), m=1)
+
+
 def test_requests_that_contradict_themselves_are_refused():
     profile = profile_of([1.0] * 4)
     with pytest.raises(ArgumentError, match=r"make 2 stages, but the mesh has pp=4"):
