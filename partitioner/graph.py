@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from partitioner.display import Shown
 from partitioner.errors import ArgumentError
-from partitioner.profiles import Parameter, Profile
+from partitioner.profiles import Parameter, Profile, Tensor
 
 Floats = NDArray[np.float64]
 
@@ -91,8 +91,18 @@ class LayerArrays:
     forward_s: Floats
     backward_s: Floats
     saved_bytes: Floats
+    before_s: Floats
+    """[num_layers + 1] seconds of the layers before each position, forward and backward."""
+    forward_before_s: Floats
+    saved_before: Floats
+    """Likewise the bytes that they save."""
     crossing_bytes: Floats
     """By cut, 0 to num_layers: bytes alive there that later layers use. Nothing crosses the first and the last."""
+    crossing_gradient_bytes: Floats
+    """The part of it whose gradient goes back."""
+    next_bytes: Floats
+    """By cut: what the layer before it makes and the layer after it alone uses."""
+    next_gradient_bytes: Floats
     received: IntervalSum
     """Bytes that the layers [first, last) take from layers before them."""
     received_gradient: IntervalSum
@@ -151,6 +161,35 @@ class CostGraph(Shown):
     def allowed_cuts(self) -> tuple[int, ...]:
         """Positions that may be cut, ascending."""
         return tuple(k for k in range(1, self.num_layers) if self.ids[k] not in self.profile.no_cut)
+
+    @cached_property
+    def linked(self) -> NDArray[np.bool_]:
+        """By cut: whether the layer after it uses something that the layer before it makes.
+
+        Where it does, the two stages run one after the other wherever else is cut.
+        """
+        flags = np.zeros(self.num_layers + 1, dtype=np.bool_)
+        for _, producer, consumers in self._crossing_tensors:
+            flags[producer + 1] |= producer + 1 in consumers
+        return flags
+
+    @cached_property
+    def handed_on(self) -> NDArray[np.bool_]:
+        """By cut: whether `next_bytes` counts a tensor there, be it of 0 bytes."""
+        flags = np.zeros(self.num_layers + 1, dtype=np.bool_)
+        for _, producer, consumers in self._crossing_tensors:
+            flags[producer + 1] |= consumers[-1] == producer + 1
+        return flags
+
+    @cached_property
+    def far_tensors(self) -> tuple[tuple[Tensor, int, tuple[int, ...]], ...]:
+        """(tensor, producer, consumers) of those that more than the layer after their producer uses."""
+        return tuple((t, at, tuple(to)) for t, at, to in self._crossing_tensors if to[-1] > at + 1)
+
+    @cached_property
+    def shared_parameters(self) -> tuple[Parameter, ...]:
+        """Trainable parameters that several layers use: cut apart, their copies are kept equal."""
+        return tuple(p for p in self.profile.parameters if p.trainable and len(set(p.layers)) > 1)
 
     def check_cuts(self, cuts: Sequence[int]) -> None:
         """ArgumentError where the cuts do not ascend within the layers, or one is not possible."""
@@ -252,33 +291,39 @@ class CostGraph(Shown):
     def _arrays(self, samples: float) -> LayerArrays:
         sizes, n = self.profile.microbatch_sizes, self.num_layers
         values = {name: _interpolated(sizes, table, samples) for name, table in self._measured.items()}
-        crossing = np.zeros(n + 2)
-        received: list[Use] = []
-        received_gradient: list[Use] = []
-        sent: list[Use] = []
-        sent_gradient: list[Use] = []
+        crossing, following = np.zeros((2, n + 2)), np.zeros((2, n + 2))
+        received: tuple[list[Use], list[Use]] = ([], [])
+        sent: tuple[list[Use], list[Use]] = ([], [])
         for tensor, producer, consumers in self._crossing_tensors:
             num_bytes = self.profile.tensor_bytes(tensor, samples)
-            crossing[producer + 1] += num_bytes
-            crossing[consumers[-1] + 1] -= num_bytes
             later = [place for place in consumers if place > producer]
             uses = [Use(at, previous, num_bytes) for previous, at in zip([producer, *later], later, strict=False)]
             made = Use(n - 1 - producer, n - 1 - consumers[-1], num_bytes)  # positions counted from the end
-            received += uses
-            sent.append(made)
-            if tensor.needs_gradient:
-                received_gradient += uses
-                sent_gradient.append(made)
+            for k in range(1 + tensor.needs_gradient):
+                crossing[k, producer + 1] += num_bytes
+                crossing[k, consumers[-1] + 1] -= num_bytes
+                if later == [producer + 1]:
+                    following[k, producer + 1] += num_bytes
+                received[k].extend(uses)
+                sent[k].append(made)
+        np.cumsum(crossing, axis=1, out=crossing)
+        forward_s, backward_s, saved_bytes = values["forward_s"], values["backward_s"], np.rint(values["saved_bytes"])
         return LayerArrays(
             samples=samples,
-            forward_s=values["forward_s"],
-            backward_s=values["backward_s"],
-            saved_bytes=np.rint(values["saved_bytes"]),
-            crossing_bytes=np.cumsum(crossing)[: n + 1],
-            received=IntervalSum(n, received),
-            received_gradient=IntervalSum(n, received_gradient),
-            _sent=IntervalSum(n, sent),
-            _sent_gradient=IntervalSum(n, sent_gradient),
+            forward_s=forward_s,
+            backward_s=backward_s,
+            saved_bytes=saved_bytes,
+            before_s=_before(forward_s + backward_s),
+            forward_before_s=_before(forward_s),
+            saved_before=_before(saved_bytes),
+            crossing_bytes=crossing[0, : n + 1],
+            crossing_gradient_bytes=crossing[1, : n + 1],
+            next_bytes=following[0, : n + 1],
+            next_gradient_bytes=following[1, : n + 1],
+            received=IntervalSum(n, received[0]),
+            received_gradient=IntervalSum(n, received[1]),
+            _sent=IntervalSum(n, sent[0]),
+            _sent_gradient=IntervalSum(n, sent[1]),
         )
 
     @cached_property
@@ -298,6 +343,11 @@ class CostGraph(Shown):
             places = sorted({self.position[name] for name in parameter.layers}) or [0]
             uses += [Use(at, before, amount(parameter)) for before, at in zip([-1, *places], places, strict=False)]
         return IntervalSum(self.num_layers, uses)
+
+
+def _before(values: Floats) -> Floats:
+    """Sums of what comes before each position: `total(i, j) = before[j] - before[i]`."""
+    return np.concatenate(([0.0], np.cumsum(values)))
 
 
 def _interpolated(sizes: Sequence[int], table: Floats, samples: float) -> Floats:

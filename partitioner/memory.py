@@ -47,19 +47,19 @@ def interval_memory(
     last: ArrayLike,
     *,
     samples: float,
-    held: int,
+    held: ArrayLike,
     replicated: bool,
 ) -> dict[str, Any]:
     """The items of `MemoryItems`, overhead left out, of a stage of the layers [first, last): arrays broadcast.
 
-    held: micro-batches in flight. One micro-batch holds what its layers save for backward, what the stage received
+    held: micro-batches in flight, broadcast as well. One micro-batch holds what its layers save for backward, what the stage received
     (the leaves that gradients go back to) and what it sent (where backward starts again); one gradient of each is on
     its way at a time. Replicas of a whole model run under DistributedDataParallel, whose buckets hold the gradients a
     second time; stages with replicas reduce theirs after the last backward through one bucket.
     """
     i, j = np.asarray(first), np.asarray(last)
     costs, n = graph.at(samples), graph.num_layers
-    saved = np.concatenate(([0.0], np.cumsum(costs.saved_bytes)))
+    held = np.asarray(held)
     gradients = graph.trainable_bytes(i, j)
     on_their_way = costs.received_gradient(i, j) + costs.sent_gradient(i, j)
     whole = (i == 0) & (j == n)
@@ -69,7 +69,7 @@ def interval_memory(
         "buffers": graph.profile.buffer_bytes + 0 * gradients,
         "gradients": gradients,
         "optimizer": training.optimizer_bytes * graph.trainable_elements(i, j),
-        "activations": held * (saved[j] - saved[i]),
+        "activations": held * (costs.saved_before[j] - costs.saved_before[i]),
         "received": held * costs.received(i, j),
         "workspace": held * costs.sent(i, j) + on_their_way + buckets,
     }

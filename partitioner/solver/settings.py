@@ -1,0 +1,175 @@
+"""What can be chosen before the cuts: meshes, micro-batch counts, schedules, and which ranks make a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from partitioner.errors import ArgumentError
+from partitioner.graph import CostGraph
+from partitioner.simulator import place
+from partitioner.specs import Cluster, ScheduleName, Training
+
+MOST_ACTIONS = 2**18
+"""Settings chosen by us have at most this many actions a step; more micro-batches than that gain nothing."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """All that is chosen before the cuts."""
+
+    num_stages: int
+    num_replicas: int
+    schedule: ScheduleName
+    num_microbatches: int
+    """A replica."""
+    samples: int
+    """Of one micro-batch."""
+    ranks: tuple[tuple[int, ...], ...]
+    """By stage, one a replica."""
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        return {"pp": self.num_stages, "dp": self.num_replicas}
+
+
+def check_request(graph: CostGraph, cluster: Cluster, training: Training) -> None:
+    """ArgumentError, with both numbers, where what was asked for by value cannot be had."""
+    batch, most_stages = training.batch_size, len(graph.allowed_cuts) + 1
+    fixed = _fixed(training)
+    pp, dp = fixed.get("pp"), fixed.get("dp")
+    if (pp or 1) * (dp or 1) > cluster.num_devices:
+        raise ArgumentError(
+            f"the mesh {fixed} needs {(pp or 1) * (dp or 1)} devices, there are {cluster.num_devices}: "
+            "use a smaller mesh or mesh='auto'"
+        )
+    if pp is not None and pp > most_stages:
+        raise ArgumentError(
+            f"pp={pp} stages need {pp} layers that can be cut apart, the model has {most_stages}: "
+            f"use pp={most_stages} or fewer"
+        )
+    if dp is not None and batch % dp:
+        raise ArgumentError(
+            f"batch_size {batch} does not divide by {dp} replicas: use batch_size {_near(batch, dp)}, or a mesh with "
+            f"dp of {_either([str(d) for d in divisors(batch) if d <= cluster.num_devices])}"
+        )
+    if training.microbatches != "auto":
+        count = training.microbatches
+        replicas = [dp] if dp is not None else range(1, cluster.num_devices // (pp or 1) + 1)
+        if all(batch % (d * count) for d in replicas):
+            each = batch // (dp or 1)
+            raise ArgumentError(
+                f"{count} micro-batches do not divide the {each} samples of {'a replica' if dp else 'the batch'}: use "
+                f"{_near_divisors(each, count)} micro-batches, or batch_size {_near(batch, count * (dp or 1))}"
+            )
+    _check_pins(graph, training)
+
+
+def pinned_positions(graph: CostGraph, training: Training) -> dict[int, int]:
+    """Layer position -> stage of what the user pinned."""
+    return {graph.position[name]: stage for name, stage in training.pin.items()}
+
+
+def _check_pins(graph: CostGraph, training: Training) -> None:
+    unknown = [name for name in training.pin if name not in graph.position]
+    if unknown:
+        raise ArgumentError(
+            f"pin names the layer {unknown[0]!r}, which the model does not have; its {graph.num_layers} layers are "
+            f"{', '.join(graph.ids[:4])}{', ...' if graph.num_layers > 4 else ''}"
+        )
+    pins = sorted(pinned_positions(graph, training).items())
+    for (first, stage), (second, later) in zip(pins, pins[1:], strict=False):
+        if later < stage:
+            raise ArgumentError(
+                f"pin puts layer {graph.ids[first]} on stage {stage} and the later layer {graph.ids[second]} on stage "
+                f"{later}: stages are consecutive layers, so a later layer cannot be on an earlier stage"
+            )
+        between = [cut for cut in graph.allowed_cuts if first < cut <= second]
+        if later - stage > len(between):
+            reasons = [graph.profile.no_cut[graph.ids[k]] for k in range(first + 1, second + 1) if k not in between]
+            raise ArgumentError(
+                f"pin puts layer {graph.ids[first]} on stage {stage} and layer {graph.ids[second]} on stage {later}, "
+                f"but between them {len(between)} cuts are possible and {later - stage} are needed"
+                + (f": {reasons[0]}" if reasons else "")
+            )
+    highest = max(training.pin.values(), default=0)
+    pp = _fixed(training).get("pp")
+    if pp is not None and highest >= pp:
+        raise ArgumentError(f"pin names stage {highest}, but pp={pp} has stages 0 to {pp - 1}: use pp={highest + 1}")
+
+
+def mesh_levels(graph: CostGraph, cluster: Cluster, training: Training) -> list[list[tuple[int, int]]]:
+    """(stages, replicas) to choose from, those that use the most devices first; a level uses one number of devices."""
+    most_stages, fixed = len(graph.allowed_cuts) + 1, _fixed(training)
+    fewest_stages = max(training.pin.values(), default=0) + 1
+    levels: dict[int, list[tuple[int, int]]] = {}
+    for pp in range(fewest_stages, min(most_stages, cluster.num_devices) + 1):
+        for dp in range(1, cluster.num_devices // pp + 1):
+            if training.batch_size % dp == 0 and fixed.get("pp", pp) == pp and fixed.get("dp", dp) == dp:
+                levels.setdefault(pp * dp, []).append((pp, dp))
+    return [levels[used] for used in sorted(levels, reverse=True)]
+
+
+def settings(cluster: Cluster, training: Training, meshes: list[tuple[int, int]]) -> Iterator[Setting]:
+    """Every setting of those meshes: micro-batch counts that divide a replica's samples, schedules, and layouts."""
+    for pp, dp in meshes:
+        each = training.batch_size // dp
+        counts = divisors(each) if training.microbatches == "auto" else [training.microbatches]
+        schedules: tuple[ScheduleName, ...]
+        if training.schedule != "auto":
+            schedules = (training.schedule,)
+        else:
+            schedules = ("1f1b", "gpipe") if pp > 1 else ("1f1b",)
+        for count in counts:
+            too_many = training.microbatches == "auto" and count > 1 and 2 * pp * count > MOST_ACTIONS
+            if each % count == 0 and not too_many:
+                for ranks in layouts(cluster, pp, dp):
+                    for schedule in schedules:
+                        yield Setting(pp, dp, schedule, count, each // count, ranks)
+
+
+def layouts(cluster: Cluster, num_stages: int, num_replicas: int) -> list[tuple[tuple[int, ...], ...]]:
+    """Ranks by stage, one a replica: a replica's stages side by side, or a stage's replicas side by side.
+
+    Side by side is within a node where that is possible, so the first keeps transfers and the second keeps gradient
+    sync off the slow links. One of them is left out where both take the same time.
+    """
+    by_replica = place(cluster, num_stages, num_replicas)
+    ranks = [rank for replica in zip(*by_replica, strict=True) for rank in replica]
+    by_stage = tuple(tuple(ranks[s * num_replicas : (s + 1) * num_replicas]) for s in range(num_stages))
+    devices = {cluster.devices[rank] for rank in ranks}
+    one_node = len({cluster.nodes[rank] for rank in ranks}) == 1
+    if by_stage == by_replica or (len(devices) == 1 and (one_node or cluster.intra == cluster.inter)):
+        return [by_replica]
+    return [by_replica, by_stage]
+
+
+def divisors(number: int) -> list[int]:
+    """Ascending.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [k for k in range(1, int(number**0.5) + 1) if number % k == 0]
+    return sorted({*small, *(number // k for k in small)})
+
+
+def _fixed(training: Training) -> Mapping[str, int]:
+    """The axes that the user gave; an axis that is left out is free."""
+    return {} if training.mesh == "auto" else {str(axis): size for axis, size in training.mesh.items()}
+
+
+def _near(number: int, factor: int) -> str:
+    """The multiples next to a number."""
+    below = number // factor * factor
+    return f"{below} or {below + factor}" if below else str(factor)
+
+
+def _near_divisors(number: int, count: int) -> str:
+    below = max(d for d in divisors(number) if d <= count)
+    above = [d for d in divisors(number) if d > count]
+    return f"{below} or {above[0]}" if above else str(below)
+
+
+def _either(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
