@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils import swap_tensors
 
-from partitioner.capture import ROOT
+from partitioner.capture import ROOT, Capture
 from partitioner.errors import UnsupportedModelError
 from partitioner.profiles import Profile
 from partitioner.tracing import (
@@ -132,13 +132,13 @@ class _StandIn(torch.Tensor):
     label: str
 
     @staticmethod
-    def __new__(cls, made: _Made, label: str) -> _StandIn:
+    def __new__(cls, made: _Made, label: str, device: torch.device | None) -> _StandIn:
         stand_in: _StandIn = torch.Tensor._make_wrapper_subclass(
             cls,
             made.shape,
             strides=made.stride,
             dtype=made.dtype,
-            device=torch.device(made.device),
+            device=device or torch.device(made.device),
             requires_grad=made.requires_grad,
         )
         stand_in.label = label
@@ -168,10 +168,19 @@ class Slice:
     stages are never read.
     """
 
-    def __init__(self, model: nn.Module, profile: Profile, stage_of: Mapping[str, int], stage: int) -> None:
-        self.model, self.stage = model, stage
+    def __init__(
+        self,
+        model: nn.Module,
+        profile: Profile | Capture,
+        stage_of: Mapping[str, int],
+        stage: int,
+        *,
+        join: bool = True,
+        device: torch.device | None = None,
+    ) -> None:
+        self.model, self.stage, self.device = model, stage, device
         self.num_stages = max(stage_of.values()) + 1
-        self.stage_of, tracked = _coarse(profile, stage_of)
+        self.stage_of, tracked = (_joined if join else _single)(profile, stage_of)
         names = {name: module for name, module in model.named_modules()}
         missing = [path for path in tracked if path not in names]
         if missing:
@@ -372,7 +381,7 @@ class _Walk(Watcher):
                     f"at {moment} an earlier stage writes through a view of a tensor that this stage made itself; "
                     f"pin the layers around {moment} to one stage"
                 )
-            swap_tensors(target, _StandIn(_Made(target), moment))
+            swap_tensors(target, _StandIn(_Made(target), moment, self.part.device))
         count = 0
 
         def restore(leaf: Any) -> Any:
@@ -386,7 +395,7 @@ class _Walk(Watcher):
                 return leaf
             name = first if count == 0 else f"{moment}:{count}"
             count += 1
-            tensor = given[leaf.index] if isinstance(leaf, _Argument) else _StandIn(leaf, name)
+            tensor = given[leaf.index] if isinstance(leaf, _Argument) else _StandIn(leaf, name, self.part.device)
             self.named[name] = tensor
             return tensor
 
@@ -443,6 +452,56 @@ class _Walk(Watcher):
         return sends
 
 
+@dataclass
+class Survey:
+    """What one forward of the whole model shows of some cuts: the payload that would cross each, by layer id."""
+
+    payloads: dict[str, Payload]
+    output: Any
+
+
+def survey(
+    model: nn.Module, captured: Capture, layers: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Survey:
+    """Run the whole forward once, without gradients, and keep what each of `layers` would receive.
+
+    For a `Slice` of one such layer, cut out with `alone`. Tensors are copies.
+    """
+    part = Slice(model, captured, {layer.id: 0 for layer in captured.layers}, 0, join=False)
+    needs = {name: [t.id for t in captured.tensors if name in t.consumers] for name in layers}
+    part.wanted = frozenset(_base(name) for route in needs.values() for name in route)
+    walk = _Surveyor(part, needs, {tensor.id: tensor.needs_gradient for tensor in captured.tensors})
+    with torch.no_grad(), watching(walk):
+        output = model(*args, **kwargs)
+    return Survey(walk.payloads, output)
+
+
+def alone(captured: Capture, layer: str) -> dict[str, int]:
+    """The split that makes one layer a stage of its own: stage 1, or stage 0 for the first layer."""
+    ids = [one.id for one in captured.layers]
+    place = ids.index(layer)
+    first = 0 if place == 0 else 1
+    return {name: (0 if k < place else first if k == place else first + 1) for k, name in enumerate(ids)}
+
+
+class _Surveyor(_Walk):
+    def __init__(self, part: Slice, needs: dict[str, list[str]], needs_gradient: dict[str, bool]) -> None:
+        super().__init__(part, {}, None)
+        self.last = False
+        self.needs, self.needs_gradient = needs, needs_gradient
+        self.payloads: dict[str, Payload] = {}
+
+    def layer(self, call_id: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if call_id in self.needs:
+            with torch._C.DisableTorchFunction():
+                names = {_base(name): self.needs_gradient[name] for name in self.needs[call_id]}
+                tensors = [self.named[name].detach().clone() for name in names]
+            header = _pickled((tuple(names.items()), self.log))
+            if header is not None:
+                self.payloads[call_id] = Payload(header, tensors)
+        return super().layer(call_id, run, args, kwargs)
+
+
 def chain(
     slices: Sequence[Slice], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[list[SliceRun], Callable[[torch.Tensor], None]]:
@@ -484,15 +543,13 @@ def backward_through(run: SliceRun, gradients: Mapping[int, Sequence[torch.Tenso
         torch.autograd.backward(list(tensors.values()), list(sums.values()))
 
 
-def _coarse(profile: Profile, stage_of: Mapping[str, int]) -> tuple[dict[str, int], set[str]]:
+def _joined(profile: Profile | Capture, stage_of: Mapping[str, int]) -> tuple[dict[str, int], set[str]]:
     """Layers joined to whole modules where no cut goes through; and every module that has to be watched.
 
     A module is taken whole if all its layers are on one stage, none of them begins a later stage (then glue inside
     the module runs on the stage before), none is called twice, and no tensor of its inside is used on another stage.
     """
     ids = [layer.id for layer in profile.layers]
-    if ids == [ROOT]:
-        return {ROOT: 0}, {""}
     first = {next(name for name in ids if stage_of[name] == stage) for stage in set(stage_of.values())} - {ids[0]}
     below: dict[str, list[str]] = {}
     for name in ids:
@@ -509,25 +566,26 @@ def _coarse(profile: Profile, stage_of: Mapping[str, int]) -> tuple[dict[str, in
     def whole(path: str, names: list[str]) -> bool:
         if len({stage_of[name] for name in names}) > 1 or any(name in first for name in names):
             return False
-        if path in profile.keep_open or any(name in repeated or "#" in name for name in names):
+        if path in profile.keep_open or any(name.split("#")[0] in repeated for name in names):
             return False
         return not any(name.startswith((f"{path}.", f">{path}/", f">{path}.")) for name in leaking)
 
     joined: dict[str, int] = {}
     for path in sorted(below, key=lambda path: path.count(".")):
-        names = below[path]
-        inside = any(path.startswith(f"{other}.") for other in joined)
-        if not inside and whole(path, names):
-            joined[path] = stage_of[names[0]]
-    result = dict(joined)
-    for name in ids:
-        if not any(name.startswith(f"{path}.") for path in joined):
-            result[name] = stage_of[name]
+        if not any(path.startswith(f"{other}.") for other in joined) and whole(path, below[path]):
+            joined[path] = stage_of[below[path][0]]
+    alone = {name: stage_of[name] for name in ids if not any(name.startswith(f"{path}.") for path in joined)}
+    return _single(profile, joined | alone)
+
+
+def _single(profile: Profile | Capture, stage_of: Mapping[str, int]) -> tuple[dict[str, int], set[str]]:
+    """Layers as they are, and every module that has to be watched: theirs and all around them."""
     tracked = {""}
-    for name in result:
-        parts = name.split("#")[0].split(".")
-        tracked |= {".".join(parts[:k]) for k in range(1, len(parts) + 1)}
-    return result, tracked
+    for name in stage_of:
+        if name != ROOT:
+            parts = name.split("#")[0].split(".")
+            tracked |= {".".join(parts[:k]) for k in range(1, len(parts) + 1)}
+    return dict(stage_of), tracked
 
 
 def _entry(

@@ -1,0 +1,176 @@
+"""The loss of a micro-batch, and its weight in the loss of the whole batch.
+
+A loss that is a mean over something is, for the whole batch, the mean of the micro-batches' losses weighted by how much
+of it each holds: samples, or valid labels where some labels are to be ignored. A sum is added up.
+
+    loss = sum over micro-batches and replicas of  weight / total weight * loss of the micro-batch
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from partitioner.errors import ArgumentError
+from partitioner.microbatches import MicroBatch
+from partitioner.tracing import tensors_in
+
+IGNORED = -100
+"""The label that torch and Hugging Face leave out of the mean, unless told otherwise."""
+
+LossFunction = Callable[[Any, Any], torch.Tensor]
+LossWeight = Callable[[Any, Any], Any] | Literal["sum"]
+
+
+class Loss:
+    """`loss_fn(output, target)`, or the model's own; `loss_weight(inputs, target)`, "sum", or what can be told.
+
+    Known without being told: reduction="sum" and ignore_index of torch's losses, their class weights, labels of -100,
+    the shift by one of Hugging Face's causal language models, `num_items_in_batch`.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: LossFunction | None, loss_weight: LossWeight | None) -> None:
+        self._model = model
+        self._loss_fn = loss_fn
+        self._loss_weight = loss_weight
+        self._parameters = _parameter_names(model)
+
+    def of(self, output: Any, target: Any) -> torch.Tensor:
+        """The micro-batch's loss, 0-d."""
+        if self._loss_fn is not None:
+            loss, made_by = self._loss_fn(output, target), "loss_fn returned"
+        else:
+            loss, made_by = own_loss(output), "the model's own loss is"
+        if not isinstance(loss, torch.Tensor):
+            raise ArgumentError(f"{made_by} {type(loss).__name__}, not a tensor")
+        if loss.numel() != 1:
+            raise ArgumentError(f"{made_by} of shape {tuple(loss.shape)}; a loss is one number: average it")
+        return loss.reshape(())
+
+    def is_sum(self, kwargs: Mapping[str, Any]) -> bool:
+        """Whether the whole batch's loss is the sum of the micro-batches' losses."""
+        if self._loss_weight is not None:
+            return self._loss_weight == "sum"
+        if self._loss_fn is None:
+            return kwargs.get("num_items_in_batch") is not None
+        return self._setting("reduction") == "sum"
+
+    def weights(self, microbatches: Sequence[MicroBatch], inputs: Sequence[Any]) -> list[float]:
+        """What each micro-batch counts for; `inputs` are the micro-batches in the form the caller's batch had."""
+        if self.is_sum(microbatches[0].kwargs):
+            return [1.0] * len(microbatches)
+        if callable(self._loss_weight):
+            given = [self._loss_weight(part, m.target) for part, m in zip(inputs, microbatches, strict=True)]
+            return _checked([float(weight) for weight in given])
+        counts = [self._valid_labels(microbatch) for microbatch in microbatches]
+        if not counts[0]:
+            return [float(microbatch.samples) for microbatch in microbatches]
+        numbers = torch.stack([torch.stack(list(count.values())) for count in counts]).double().cpu()
+        first = numbers[:, 0]
+        for name, other in zip(counts[0], numbers.T, strict=True):
+            if not torch.allclose(first * other.sum(), other * first.sum()):
+                raise ArgumentError(
+                    f"the micro-batches have {_listed(first)} valid labels in {next(iter(counts[0]))!r} but "
+                    f"{_listed(other)} in {name!r}: how much each counts for cannot be told; pass loss_weight="
+                )
+        return [float(weight) for weight in first]
+
+    def _valid_labels(self, microbatch: MicroBatch) -> dict[str, torch.Tensor]:
+        """Label tensor -> what its labels count for; empty where there are none, and samples count."""
+        labels = self._labels(microbatch)
+        ignored = self._setting("ignore_index")
+        class_weight = self._setting("weight")
+        counts = {}
+        for name, label in labels.items():
+            if self._loss_fn is None and name == "labels" and is_shifted(self._model):
+                label = label[..., 1:]
+            valid = label != (IGNORED if ignored is None else ignored)
+            if isinstance(class_weight, torch.Tensor):
+                counts[name] = class_weight.to(label.device)[label[valid]].double().sum()
+            else:
+                counts[name] = valid.sum().double()
+        return counts
+
+    def _labels(self, microbatch: MicroBatch) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        if self._loss_fn is not None:
+            target = microbatch.target
+            if isinstance(target, Mapping) and _is_label(target.get("labels")):
+                return {"labels": target["labels"]}
+            for k, tensor in enumerate(tensors_in(target)):
+                if _is_label(tensor):
+                    found[f"target {k}"] = tensor
+            return found
+        arguments = dict(zip(self._parameters, microbatch.args, strict=False)) | microbatch.kwargs
+        for name, value in sorted(arguments.items(), key=lambda item: item[0] != "labels"):
+            if "label" in name and _is_label(value):
+                found[name] = value
+        return found
+
+    def _setting(self, name: str) -> Any:
+        """A setting of torch's losses, wherever it is kept: an attribute of the module, a keyword of a partial."""
+        loss_fn: Any = self._loss_fn
+        if isinstance(loss_fn, functools.partial):
+            return loss_fn.keywords.get(name)
+        if isinstance(loss_fn, nn.Module) and type(loss_fn).__module__ == "torch.nn.modules.loss":
+            return getattr(loss_fn, name, None)
+        return None
+
+
+def own_loss(output: Any) -> Any:
+    """The loss that a model returned: `.loss`, ["loss"], a 0-d tensor, or a 0-d tensor first in a tuple."""
+    if isinstance(output, torch.Tensor) and output.dim() == 0:
+        return output
+    if isinstance(output, Mapping) and output.get("loss") is not None:
+        return output["loss"]
+    if isinstance(getattr(output, "loss", None), torch.Tensor):
+        return output.loss
+    if isinstance(output, (tuple, list)) and output and isinstance(output[0], torch.Tensor) and output[0].dim() == 0:
+        return output[0]
+    shape = f" of shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else ""
+    raise ArgumentError(
+        f"the model returned a {type(output).__name__}{shape}, which holds no loss: pass loss_fn= and a target, "
+        "or inputs with which the model returns its own loss (labels=)"
+    )
+
+
+def is_shifted(model: nn.Module) -> bool:
+    """Whether the model's own loss compares position k with label k + 1, as Hugging Face's causal models do."""
+    if not hasattr(type(model), "loss_function"):
+        return False
+    kind = getattr(model, "loss_type", None)
+    if kind == "ForConditionalGeneration":
+        return not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return kind in ("ForCausalLM", None)
+
+
+def _is_label(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.dim() > 0
+        and not value.is_floating_point()
+        and not value.is_complex()
+        and value.dtype != torch.bool
+    )
+
+
+def _checked(weights: list[float]) -> list[float]:
+    if any(not 0 <= weight < float("inf") for weight in weights):
+        raise ArgumentError(f"loss_weight returned {weights}: weights are finite and not negative")
+    return weights
+
+
+def _listed(numbers: torch.Tensor) -> str:
+    return ", ".join(f"{number:g}" for number in numbers.tolist())
+
+
+def _parameter_names(model: nn.Module) -> list[str]:
+    try:
+        return list(inspect.signature(model.forward).parameters)
+    except (TypeError, ValueError):
+        return []

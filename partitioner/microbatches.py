@@ -1,0 +1,180 @@
+"""Cut a batch into micro-batches along its batch dimension, and put their outputs together again.
+
+A tensor is cut when its size along the batch dimension is the batch size, which is that of the first tensor. All others
+(position tables, scalars) and everything that is no tensor go whole to each micro-batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from partitioner.errors import ArgumentError, NotBuiltError
+from partitioner.tracing import map_tensors, tensors_in
+
+BatchDims = Mapping[str | int, int | None]
+"""Argument name or position -> its own batch dimension, None: never cut. "target" is the target."""
+
+
+class MicroBatch(NamedTuple):
+    """One slice of the batch, as the model and the loss are called with it."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Any
+    samples: int
+
+
+def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of a batch: a tuple is arguments, a mapping keywords, all else one argument.
+
+    >>> as_call((1, 2)), as_call({"x": 1}), as_call([1, 2])
+    (((1, 2), {}), ((), {'x': 1}), (([1, 2],), {}))
+    """
+    if type(inputs) is tuple:
+        return inputs, {}
+    if isinstance(inputs, Mapping) and not dataclasses.is_dataclass(inputs):
+        return (), dict(inputs)
+    return (inputs,), {}
+
+
+class Cutter:
+    """Cuts batches of any size. `batch_dim` is the dimension of samples, `special` the arguments that differ."""
+
+    def __init__(self, batch_dim: int = 0, special: BatchDims | None = None) -> None:
+        self.batch_dim = batch_dim
+        self.special = dict(special or {})
+
+    def batch_size(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+        """Samples of a batch: the size of its first tensor that has the batch dimension."""
+        for key, value in (*enumerate(args), *kwargs.items()):
+            dim = self.special.get(key, self.batch_dim)
+            if dim is None:
+                continue
+            for tensor in tensors_in(value):
+                if tensor.dim() > dim:
+                    return tensor.shape[dim]
+        raise ArgumentError(
+            f"cannot tell the batch size: no tensor of the inputs has a dimension {self.batch_dim}; "
+            "pass tensors, or say batch_dim="
+        )
+
+    def cut(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any, count: int) -> list[MicroBatch]:
+        """The batch in `count` parts of as equal size as possible, larger ones first; in fewer if it is smaller.
+
+        >>> [part.samples for part in Cutter().cut((torch.zeros(10, 3),), {}, None, 4)]
+        [3, 3, 2, 2]
+        """
+        if count == 1 and not any(tensor.dim() > self.batch_dim for tensor in tensors_in((args, dict(kwargs)))):
+            return [MicroBatch(args, dict(kwargs), target, 1)]
+        size = self.batch_size(args, kwargs)
+        if size == 0:
+            raise ArgumentError("a batch of 0 samples cannot be run: leave it out, or use drop_last=True")
+        count = min(count, size)
+        if count == 1:
+            return [MicroBatch(args, dict(kwargs), target, size)]
+        bounds = [k * (size // count) + min(k, size % count) for k in range(count + 1)]
+        spans = [(bounds[k], bounds[k + 1] - bounds[k]) for k in range(count)]
+        arguments = [self._parts(key, value, size, spans) for key, value in enumerate(args)]
+        keywords = {key: self._parts(key, value, size, spans) for key, value in kwargs.items()}
+        targets = self._parts("target", target, size, spans)
+        if target is not None and all(part is target for part in targets):
+            raise ArgumentError(
+                f"the target has no tensor with {size} samples along dimension {self.batch_dim}, as the inputs have: "
+                'if its samples lie along another dimension, say so: batch_dim={"target": 0}'
+            )
+        return [
+            MicroBatch(
+                tuple(parts[k] for parts in arguments),
+                {key: parts[k] for key, parts in keywords.items()},
+                targets[k],
+                spans[k][1],
+            )
+            for k in range(count)
+        ]
+
+    def _parts(self, key: str | int, value: Any, size: int, spans: list[tuple[int, int]]) -> list[Any]:
+        """One argument for each micro-batch; the very same object where nothing in it is cut."""
+        dim = self.special.get(key, self.batch_dim)
+        if dim is None or not any(_is_cut(tensor, dim, size) for tensor in tensors_in(value)):
+            return [value] * len(spans)
+        _refuse_packed(value)
+        return [
+            map_tensors(value, lambda t, span=span: t.narrow(dim, *span) if _is_cut(t, dim, size) else t)
+            for span in spans
+        ]
+
+
+def _is_cut(tensor: torch.Tensor, dim: int, size: int) -> bool:
+    return tensor.dim() > dim and tensor.shape[dim] == size
+
+
+def _refuse_packed(value: Any) -> None:
+    items = [value] if isinstance(value, PackedSequence) else value if isinstance(value, (list, tuple)) else []
+    if any(isinstance(item, PackedSequence) for item in items):
+        raise NotBuiltError(
+            "a PackedSequence cannot be cut into micro-batches: pass padded sequences and their lengths and pack "
+            "inside the model, or plan with microbatches=1"
+        )
+
+
+def join(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float], batch_dim: int = 0) -> Any:
+    """The outputs of all micro-batches as one: what one call on the whole batch would have returned.
+
+    Tensors with a micro-batch's size along the batch dimension are put together; 0-d ones are averaged by `weights`;
+    equal values stay one value. What cannot be joined is a list of the parts.
+
+    >>> join([{"y": torch.zeros(2, 3)}, {"y": torch.ones(1, 3)}], [2, 1], [2, 1])["y"].shape
+    torch.Size([3, 3])
+    """
+    first = outputs[0]
+    if len(outputs) == 1 or first is None:
+        return first
+    if any(type(output) is not type(first) for output in outputs):
+        return list(outputs)
+
+    def joined(parts: Sequence[Any]) -> Any:
+        return join(parts, sizes, weights, batch_dim)
+
+    if isinstance(first, torch.Tensor):
+        return _join_tensors(outputs, sizes, weights, batch_dim)
+    if isinstance(first, dict):
+        if any(output.keys() != first.keys() for output in outputs):
+            return list(outputs)
+        made = copy.copy(first)
+        for key in first:
+            made[key] = joined([output[key] for output in outputs])
+        return made
+    if isinstance(first, (list, tuple)):
+        if any(len(output) != len(first) for output in outputs):
+            return list(outputs)
+        items = [joined(parts) for parts in zip(*outputs, strict=True)]
+        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):
+        made = copy.copy(first)
+        for key in vars(first):
+            object.__setattr__(made, key, joined([getattr(output, key) for output in outputs]))
+        return made
+    if isinstance(first, (bool, int, float, str)) and all(output == first for output in outputs):
+        return first
+    return list(outputs)
+
+
+def _join_tensors(tensors: Sequence[torch.Tensor], sizes: Sequence[int], weights: Sequence[float], dim: int) -> Any:
+    first = tensors[0]
+    if all(tensor.dim() > dim and tensor.shape[dim] == size for tensor, size in zip(tensors, sizes, strict=True)):
+        rest = [tensor.shape[:dim] + tensor.shape[dim + 1 :] for tensor in tensors]
+        if all(shape == rest[0] for shape in rest):
+            return torch.cat(list(tensors), dim)
+    if first.dim() == 0 and first.is_floating_point():
+        total = sum(weights) or 1.0
+        parts = [tensor * (weight / total) for tensor, weight in zip(tensors, weights, strict=True) if weight]
+        return torch.stack(parts).sum(0) if parts else first
+    if all(tensor.shape == first.shape and torch.equal(tensor, first) for tensor in tensors):
+        return first
+    return list(tensors)
