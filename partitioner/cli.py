@@ -61,9 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PartitionerError as error:
         return _fail(error, options, error.exit_code)
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] == "partitioner":
+        package = (error.name or "partitioner").partition(".")[0]
+        if package == "partitioner":
             raise
-        return _fail(SetupError(f"the package {error.name} is missing: pip install {error.name}"), options, 5)
+        return _fail(SetupError(f"the package {package} is missing: pip install {package}"), options, 5)
     except KeyboardInterrupt:
         return _fail(KeyboardInterrupt("interrupted"), options, 130)
 
@@ -108,9 +109,9 @@ def _plan_of_profile(options: argparse.Namespace) -> Any:
 
 
 def _profile(options: argparse.Namespace) -> Outcome:
+    arguments = _arguments(options.factory) | _given(options, ("device",))
     from partitioner.profiler import profile
 
-    arguments = _arguments(options.factory) | _given(options, ("device",))
     accepted = inspect.signature(profile).parameters
     result = profile(**{name: value for name, value in arguments.items() if name in accepted})
     _save(result, options.output)

@@ -1,0 +1,370 @@
+"""The shell command: results on stdout, the rest on stderr, one exit code for each kind of failure, no tracebacks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from given import given_plan, given_profile
+
+from partitioner import cli, errors
+from partitioner.plan import Plan
+from partitioner.profiles import Profile
+from partitioner.report import render
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Each test works in an empty folder; what it imported from there is forgotten."""
+    monkeypatch.chdir(tmp_path)
+    path, modules = list(sys.path), set(sys.modules)
+    yield tmp_path
+    sys.path[:] = path
+    for name in set(sys.modules) - modules:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+class Ran:
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str]) -> Any:
+    """The command in this process: exit code, stdout, stderr."""
+
+    def run(*argv: str) -> Ran:
+        capfd.readouterr()
+        try:
+            code = cli.main(argv)
+        except SystemExit as stop:  # argparse's own way out
+            code = int(stop.code or 0)
+        return Ran(code, *capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def plan_file(folder: Path) -> str:
+    given_plan().save(folder / "plan.json")
+    return "plan.json"
+
+
+def test_show_prints_the_view_of_a_plan(run: Any, plan_file: str) -> None:
+    ran = run("show", plan_file)
+    assert (ran.code, ran.out, ran.err) == (0, render(given_plan()) + "\n", "")
+
+
+def test_show_json_prints_what_was_saved(run: Any, plan_file: str) -> None:
+    ran = run("show", plan_file, "--json")
+    assert ran.code == 0
+    assert Plan.model_validate_json(ran.out) == given_plan()
+
+
+def test_show_takes_a_profile_too(run: Any, folder: Path) -> None:
+    given_profile().save(folder / "profile.json")
+    assert run("show", "profile.json").out == render(given_profile()) + "\n"
+    assert Profile.model_validate_json(run("show", "profile.json", "--json").out) == given_profile()
+
+
+def test_show_timeline_draws_every_rank(run: Any, plan_file: str) -> None:
+    ran = run("show", plan_file, "--timeline")
+    assert ran.code == 0
+    assert "rank 0 |" in ran.out
+    assert "rank 1 |" in ran.out
+    spans = json.loads(run("show", plan_file, "--timeline", "--json").out)["spans"]
+    forwards = [span for span in spans if span["kind"] == "F"]
+    assert len(forwards) == 2 * given_plan().num_microbatches
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "cannot read thing.json: No such file"),
+        ("not json", "not JSON"),
+        ("[1]", "neither a plan nor a profile"),
+        ('{"stages": 3}', "not a Plan: "),
+        ('{"layers": 3}', "not a Profile: "),
+    ],
+)
+def test_a_file_that_cannot_be_shown_is_a_usage_error(run: Any, folder: Path, content: str | None, said: str) -> None:
+    if content is not None:
+        (folder / "thing.json").write_text(content)
+    ran = run("show", "thing.json")
+    assert ran.code == 2
+    assert said in ran.err
+    assert ran.out == ""
+    assert "Traceback" not in ran.err
+
+
+def test_a_profile_has_no_timeline(run: Any, folder: Path) -> None:
+    given_profile().save(folder / "profile.json")
+    ran = run("show", "profile.json", "--timeline")
+    assert (ran.code, ran.out) == (2, "")
+    assert "only a plan" in ran.err
+
+
+EXIT_CODES = {
+    errors.ArgumentError: 2,
+    errors.NotBuiltError: 2,
+    errors.PlanMismatchError: 2,
+    errors.InfeasibleError: 3,
+    errors.UnsupportedModelError: 4,
+    errors.SetupError: 5,
+    errors.RankError: 5,
+}
+
+
+@pytest.mark.parametrize("kind", EXIT_CODES, ids=lambda kind: kind.__name__)
+def test_each_error_has_its_exit_code_and_is_one_line(
+    run: Any, monkeypatch: pytest.MonkeyPatch, kind: type[errors.PartitionerError]
+) -> None:
+    def fail(_: object) -> cli.Outcome:
+        raise kind("24 layers, 2 devices")
+
+    monkeypatch.setattr(cli, "_show", fail)
+    ran = run("show", "x")
+    assert (ran.code, ran.out, ran.err) == (EXIT_CODES[kind], "", "error: 24 layers, 2 devices\n")
+    ran = run("show", "x", "--json")
+    expected = {"kind": kind.__name__, "message": "24 layers, 2 devices", "exit_code": EXIT_CODES[kind]}
+    assert json.loads(ran.out) == {"error": expected}
+    assert ran.code == EXIT_CODES[kind]
+
+
+def test_every_error_of_the_package_has_an_exit_code() -> None:
+    def below(kind: type) -> set[type]:
+        return {kind}.union(*map(below, kind.__subclasses__()))
+
+    own = {kind for kind in below(errors.PartitionerError) if kind.__module__.startswith("partitioner")}
+    assert own - {errors.PartitionerError} == set(EXIT_CODES)
+
+
+def test_an_interrupt_is_130(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: object) -> cli.Outcome:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_show", interrupted)
+    ran = run("show", "x")
+    assert (ran.code, ran.out, ran.err) == (130, "", "interrupted\n")
+
+
+def test_a_missing_package_is_a_setup_error_and_ours_is_a_bug(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(_: object) -> cli.Outcome:
+        raise ModuleNotFoundError("No module named 'scipy'", name="scipy.optimize")
+
+    monkeypatch.setattr(cli, "_show", missing)
+    ran = run("show", "x")
+    assert (ran.code, ran.err) == (5, "error: the package scipy is missing: pip install scipy\n")
+
+    def bug(_: object) -> cli.Outcome:
+        raise ModuleNotFoundError("No module named 'partitioner.gone'", name="partitioner.gone")
+
+    monkeypatch.setattr(cli, "_show", bug)
+    with pytest.raises(ModuleNotFoundError, match="gone"):
+        run("show", "x")
+
+
+def test_what_a_model_prints_is_no_result(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def chatty(_: object) -> cli.Outcome:
+        print("from Python")
+        os.write(1, b"from C\n")
+        subprocess.run([sys.executable, "-c", "print('from a child')"], check=True)
+        return cli.Outcome(given_plan())
+
+    monkeypatch.setattr(cli, "_show", chatty)
+    ran = run("show", "x", "--json")
+    assert Plan.model_validate_json(ran.out) == given_plan()
+    for source in ("Python", "C", "a child"):
+        assert f"from {source}" in ran.err
+
+
+def test_debug_adds_the_traceback(run: Any) -> None:
+    ran = run("show", "gone.json", "--debug")
+    assert ran.code == 2
+    assert "Traceback" in ran.err
+    assert ran.err.endswith("error: cannot read gone.json: No such file or directory\n")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        (),
+        ("fly",),
+        ("plan", "a:b", "--batch-size", "0"),
+        ("plan", "a:b", "--batch-size", "many"),
+        ("plan", "a:b", "--mesh", "pp"),
+        ("plan", "a:b", "--check", "always"),
+        ("show",),
+        ("verify", "plan.json"),
+    ],
+)
+def test_what_is_no_command_is_a_usage_error(run: Any, argv: tuple[str, ...]) -> None:
+    ran = run(*argv)
+    assert (ran.code, ran.out) == (2, "")
+    assert "usage: partitioner" in ran.err
+
+
+def test_help_explains_the_factory_and_the_exit_codes(run: Any) -> None:
+    ran = run("--help")
+    assert ran.code == 0
+    assert "(model, inputs, loss_fn, target)" in ran.out
+    assert "3 no plan fits" in ran.out
+    for command in ("plan", "profile", "show", "verify", "doctor"):
+        assert run(command, "--help").code == 0
+
+
+@pytest.mark.parametrize(
+    ("where", "source", "said"),
+    [
+        ("nowhere:make", None, "no module 'nowhere'"),
+        ("job", "", "write it like pkg.mod:factory"),
+        ("job:", "", "write it like pkg.mod:factory"),
+        ("job:make", "", "job has no 'make'"),
+        ("job:make", "make = 3", "is a int: name a function"),
+        ("job:make", "def make(:", "job raised SyntaxError"),
+        ("job:make", "import sys; sys.exit(3)", "job raised SystemExit: 3"),
+        ("job:make", "def make():\n    return 1 / 0", "job:make raised ZeroDivisionError: division by zero"),
+        ("job:make", "def make(): return {'inputs': 1}", "without 'model'"),
+        ("job:make", "def make(): return ()", "returned ()"),
+        ("job:make", "def make(): return 3", "returned (int)"),
+        ("job:make", "def make(): return (print, 1, 2, 3, 4)", "return model, (model, inputs)"),
+        ("gone.py:make", None, "there is no file gone.py"),
+    ],
+)
+def test_a_factory_that_makes_no_model_is_a_usage_error(
+    run: Any, folder: Path, where: str, source: str | None, said: str
+) -> None:
+    if source is not None:
+        (folder / "job.py").write_text(source)
+    ran = run("profile", where)
+    assert ran.code == 2
+    assert said in ran.err
+    assert ran.out == ""
+    assert "Traceback" not in ran.err
+
+
+def test_a_factory_that_raises_is_told_where(run: Any, folder: Path) -> None:
+    (folder / "job.py").write_text("def make():\n    x = {}\n    return x['key']\n")
+    ran = run("profile", "job:make")
+    assert f"{folder}/job.py, line 3" in ran.err
+
+
+def test_what_a_factory_returns_is_named_as_partition_names_it(folder: Path) -> None:
+    (folder / "job.py").write_text(
+        "def net(): ...\n"
+        "class Box:\n"
+        "    @staticmethod\n"
+        "    def make(): return net, 1\n"
+        "def alone(): return net\n"
+        "def whole(): return net, (1, 2), max, 3\n"
+        "def named(): return {'model': net, 'batch_dim': 1}\n"
+    )
+    import importlib
+
+    def arguments(where: str) -> dict[str, Any]:
+        made = cli._arguments(where)
+        assert made.pop("model") is importlib.import_module("job").net
+        return made
+
+    assert arguments("job:alone") == {}
+    assert arguments("job:Box.make") == {"example_inputs": 1}
+    assert arguments("job.py:whole") == {"example_inputs": (1, 2), "loss_fn": max, "example_target": 3}
+    assert arguments("job:named") == {"batch_dim": 1}
+
+
+def test_a_plan_needs_devices_and_something_to_plan(run: Any, folder: Path) -> None:
+    (folder / "job.py").write_text("def make(): return print")
+    assert "--gpus" in run("plan", "job:make").err
+    assert "--profile" in run("plan", "--gpus", "4").err
+    given_profile().save(folder / "p.json")
+    assert "--batch-size" in run("plan", "--profile", "p.json", "--gpus", "8xH100").err
+
+
+def test_a_dictionary_with_unknown_arguments_is_refused(run: Any, folder: Path) -> None:
+    (folder / "job.py").write_text("def make(): return {'model': print, 'gpus': 2, 'batchsize': 3}")
+    ran = run("plan", "job:make")
+    assert ran.code == 2
+    assert "batchsize: partition() has no such argument" in ran.err
+
+
+def test_a_profile_alone_is_planned_without_torch(folder: Path) -> None:
+    given_profile(8).save(folder / "p.json")
+    script = (
+        "import sys; from partitioner.cli import main; "
+        "code = main(['plan', '--profile', 'p.json', '--gpus', '2xH100', '--batch-size', '8', '-o', 'plan.json']); "
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "written to plan.json\n")
+    plan = Plan.model_validate_json((folder / "plan.json").read_text())
+    assert plan.training.batch_size == 8
+    assert done.stdout == render(plan) + "\n"
+
+
+def test_a_plan_that_cannot_fit_is_3(run: Any, folder: Path) -> None:
+    given_profile(8).save(folder / "p.json")
+    ran = run("plan", "--profile", "p.json", "--gpus", "2xT4", "--batch-size", "8", "--memory-limit", "1MiB")
+    assert (ran.code, ran.out) == (3, "")
+    assert "MiB" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--gpus", "2xZ9", "not known"),
+        ("--memory-limit", "1Gb", "bits"),
+        ("--schedule", "zigzag", "--schedule zigzag"),
+        ("--optimizer", "lion", "sgd-momentum"),
+        ("--mesh", "xx=2", "--mesh"),
+    ],
+)
+def test_a_value_that_cannot_be_is_a_usage_error(run: Any, folder: Path, option: str, value: str, said: str) -> None:
+    given_profile().save(folder / "p.json")
+    ran = run("plan", "--profile", "p.json", "--gpus", "2xT4", "--batch-size", "8", option, value)
+    assert (ran.code, ran.out) == (2, "")
+    assert said in ran.err
+
+
+def test_an_output_that_cannot_be_written_is_named(run: Any, folder: Path) -> None:
+    given_profile().save(folder / "p.json")
+    ran = run("plan", "--profile", "p.json", "--gpus", "2xT4", "--batch-size", "8", "-o", "no/such/plan.json")
+    assert ran.code == 2
+    assert "cannot write no/such/plan.json" in ran.err
+
+
+def test_doctor_tells_what_is_here(run: Any) -> None:
+    import torch
+
+    ran = run("doctor", "--quick", "--json")
+    found = {finding["name"]: finding for finding in json.loads(ran.out)["findings"]}
+    assert ran.code == 0
+    assert found["torch"]["found"] == torch.__version__
+    assert all(finding["ok"] for finding in found.values())
+
+
+def test_a_reader_that_goes_away_is_no_error(plan_file: str) -> None:
+    command = f"{sys.executable} -m partitioner.cli show {plan_file} | head -n 1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("Plan of Chain")
+
+
+def test_a_terminal_without_unicode_gets_what_it_can_show(folder: Path) -> None:
+    given_plan(why=("naïve → split",)).save(folder / "plan.json")
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        [sys.executable, "-m", "partitioner.cli", "show", "plan.json"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment,
+    )
+    assert done.returncode == 0
+    assert "na?ve ? split" in done.stdout
