@@ -43,7 +43,7 @@ _KINDS = "FBE"
 
 
 class Channel(NamedTuple):
-    """The process groups of an edge: `control` is gloo; `data` is its own device group, None where all goes over gloo."""
+    """The process groups of an edge: `control` is gloo; `data` is its own device group, None: all goes over gloo."""
 
     control: dist.ProcessGroup | None
     data: dist.ProcessGroup | None
@@ -155,8 +155,7 @@ class Receiver:
         if layout.numel:
             group = self._channel.control if staged else self._channel.data
             self._take(self._post(flat.view(torch.uint8), group))
-        tensor = flat.to(self._device).as_strided(layout.shape, layout.strides)
-        return tensor.requires_grad_(layout.requires_grad)
+        return flat.to(self._device).as_strided(layout.shape, layout.strides)
 
     def _post(self, buffer: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[Any, torch.Tensor]:
         try:
@@ -209,7 +208,6 @@ class _Layout(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
-    requires_grad: bool
 
     @property
     def numel(self) -> int:
@@ -220,7 +218,7 @@ def _pack_header(tensors: Sequence[torch.Tensor | None], header: bytes) -> bytes
     layouts = [
         None
         if tensor is None
-        else (list(tensor.shape), dense_strides(tensor), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad)
+        else (list(tensor.shape), dense_strides(tensor), str(tensor.dtype).removeprefix("torch."))
         for tensor in tensors
     ]
     layout = json.dumps(layouts, separators=(",", ":")).encode()
@@ -230,7 +228,7 @@ def _pack_header(tensors: Sequence[torch.Tensor | None], header: bytes) -> bytes
 def _unpack_header(packed: bytes) -> tuple[list[_Layout | None], bytes]:
     end = 8 + int.from_bytes(packed[:8], "little")
     layouts = [
-        None if item is None else _Layout(tuple(item[0]), tuple(item[1]), getattr(torch, item[2]), item[3])
+        None if item is None else _Layout(tuple(item[0]), tuple(item[1]), getattr(torch, item[2]))
         for item in json.loads(packed[8:end])
     ]
     return layouts, packed[end:]

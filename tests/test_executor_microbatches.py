@@ -1,0 +1,113 @@
+"""Micro-batches hold every sample once, leave tables whole, and their outputs join to what one call would return."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from partitioner.errors import ArgumentError, NotBuiltError
+from partitioner.executor.microbatches import Cutter, as_call, join
+
+
+@dataclass
+class Features:
+    tokens: torch.Tensor
+    table: torch.Tensor
+    name: str
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+@given(st.integers(1, 40), st.integers(1, 12))
+def test_every_sample_is_in_one_micro_batch_in_order(size: int, count: int) -> None:
+    parts = Cutter().cut((torch.arange(size),), {"y": torch.arange(size) * 2}, torch.arange(size), count)
+    assert torch.equal(torch.cat([part.args[0] for part in parts]), torch.arange(size))
+    assert torch.equal(torch.cat([part.kwargs["y"] for part in parts]), torch.arange(size) * 2)
+    assert torch.equal(torch.cat([part.target for part in parts]), torch.arange(size))
+    sizes = [part.samples for part in parts]
+    assert len(parts) == min(size, count) and max(sizes) - min(sizes) <= 1 and min(sizes) > 0
+
+
+def test_tensors_inside_containers_are_cut_and_the_rest_goes_whole() -> None:
+    table = torch.arange(7)
+    scale = torch.tensor(2.0)
+    batch = {
+        "features": Features(torch.arange(12).reshape(6, 2), table, "x"),
+        "pair": Pair(torch.zeros(6, 3), scale),
+        "list": [torch.ones(6), {"deep": torch.arange(6)}],
+        "flag": True,
+        "nothing": None,
+    }
+    args, kwargs = as_call(batch)
+    parts = Cutter().cut(args, kwargs, None, 3)
+    assert [part.samples for part in parts] == [2, 2, 2]
+    for k, part in enumerate(parts):
+        assert torch.equal(part.kwargs["features"].tokens, torch.arange(12).reshape(6, 2)[2 * k : 2 * k + 2])
+        assert part.kwargs["features"].table is table and part.kwargs["features"].name == "x"
+        assert part.kwargs["pair"].left.shape == (2, 3) and part.kwargs["pair"].right is scale
+        assert torch.equal(part.kwargs["list"][1]["deep"], torch.arange(6)[2 * k : 2 * k + 2])
+        assert part.kwargs["flag"] is True and part.kwargs["nothing"] is None
+
+
+def test_another_batch_dimension_and_arguments_that_differ() -> None:
+    sequence = torch.zeros(5, 4, 3)
+    positions = torch.arange(4)
+    cutter = Cutter(batch_dim=1, special={"target": 0, "positions": None, 1: 0})
+    parts = cutter.cut((sequence, torch.zeros(4, 9)), {"positions": positions}, torch.arange(4), 2)
+    assert [tuple(part.args[0].shape) for part in parts] == [(5, 2, 3)] * 2
+    assert [tuple(part.args[1].shape) for part in parts] == [(2, 9)] * 2
+    assert all(part.kwargs["positions"] is positions for part in parts)
+    assert torch.equal(parts[1].target, torch.tensor([2, 3]))
+
+
+def test_a_target_that_does_not_fit_says_what_to_write() -> None:
+    with pytest.raises(ArgumentError, match=r'4 samples along dimension 1.*batch_dim=\{"target": 0\}'):
+        Cutter(batch_dim=1).cut((torch.zeros(5, 4),), {}, torch.arange(4), 2)
+
+
+def test_batches_that_cannot_be_cut_are_refused() -> None:
+    with pytest.raises(ArgumentError, match="0 samples"):
+        Cutter().cut((torch.zeros(0, 3),), {}, None, 2)
+    with pytest.raises(ArgumentError, match="batch size"):
+        Cutter().cut((torch.tensor(1.0), "text"), {}, None, 2)
+    packed = torch.nn.utils.rnn.pack_sequence([torch.zeros(3), torch.zeros(2)])
+    with pytest.raises(NotBuiltError, match="microbatches=1"):
+        Cutter().cut((packed,), {}, None, 2)
+    assert Cutter().cut((torch.tensor(1.0), "text"), {}, None, 1)[0].samples == 1
+
+
+@given(st.integers(1, 9), st.integers(1, 4))
+def test_outputs_join_to_what_one_call_returns(size: int, count: int) -> None:
+    def model(x: torch.Tensor) -> dict[str, Any]:
+        return {
+            "logits": x * 2,
+            "pair": Pair(x + 1, x.double().mean()),
+            "items": [x.sum(1), None, 3, "text"],
+            "features": Features(x, torch.arange(3), "x"),
+        }
+
+    x = torch.arange(2.0 * size).reshape(size, 2)
+    parts = Cutter().cut((x,), {}, None, count)
+    sizes = [part.samples for part in parts]
+    whole, got = model(x), join([model(part.args[0]) for part in parts], sizes, [float(s) for s in sizes])
+    assert torch.equal(got["logits"], whole["logits"]) and torch.equal(got["pair"].left, whole["pair"].left)
+    assert torch.allclose(got["pair"].right, whole["pair"].right)
+    assert torch.equal(got["items"][0], whole["items"][0]) and got["items"][1:] == whole["items"][1:]
+    assert torch.equal(got["features"].tokens, x) and got["features"].name == "x"
+
+
+def test_what_cannot_be_joined_is_a_list_of_parts() -> None:
+    assert join([object, {"a": 1}], [1, 1], [1, 1]) == [object, {"a": 1}]
+    assert join([1, 2], [1, 1], [1, 1]) == [1, 2]
+    assert [tuple(part.shape) for part in join([torch.zeros(2, 3), torch.zeros(2, 4)], [2, 2], [1, 1])] == [
+        (2, 3),
+        (2, 4),
+    ]
