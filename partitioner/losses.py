@@ -58,7 +58,7 @@ class Loss:
             return self._loss_weight == "sum"
         if self._loss_fn is None:
             return kwargs.get("num_items_in_batch") is not None
-        return self._setting("reduction") == "sum"
+        return bool(self._setting("reduction") == "sum")
 
     def weights(self, microbatches: Sequence[MicroBatch], inputs: Sequence[Any]) -> list[float]:
         """What each micro-batch counts for; `inputs` are the micro-batches in the form the caller's batch had."""

@@ -52,13 +52,14 @@ class Cutter:
 
     def batch_size(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
         """Samples of a batch: the size of its first tensor that has the batch dimension."""
-        for key, value in (*enumerate(args), *kwargs.items()):
+        arguments: list[tuple[str | int, Any]] = [*enumerate(args), *kwargs.items()]
+        for key, value in arguments:
             dim = self.special.get(key, self.batch_dim)
             if dim is None:
                 continue
             for tensor in tensors_in(value):
                 if tensor.dim() > dim:
-                    return tensor.shape[dim]
+                    return int(tensor.shape[dim])
         raise ArgumentError(
             f"cannot tell the batch size: no tensor of the inputs has a dimension {self.batch_dim}; "
             "pass tensors, or say batch_dim="
@@ -104,10 +105,11 @@ class Cutter:
         if dim is None or not any(_is_cut(tensor, dim, size) for tensor in tensors_in(value)):
             return [value] * len(spans)
         _refuse_packed(value)
-        return [
-            map_tensors(value, lambda t, span=span: t.narrow(dim, *span) if _is_cut(t, dim, size) else t)
-            for span in spans
-        ]
+
+        def part(start: int, length: int) -> Any:
+            return map_tensors(value, lambda t: t.narrow(dim, start, length) if _is_cut(t, dim, size) else t)
+
+        return [part(*span) for span in spans]
 
 
 def _is_cut(tensor: torch.Tensor, dim: int, size: int) -> bool:
@@ -132,7 +134,7 @@ def join(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float],
     >>> join([{"y": torch.zeros(2, 3)}, {"y": torch.ones(1, 3)}], [2, 1], [2, 1])["y"].shape
     torch.Size([3, 3])
     """
-    first = outputs[0]
+    first: Any = outputs[0]
     if len(outputs) == 1 or first is None:
         return first
     if any(type(output) is not type(first) for output in outputs):

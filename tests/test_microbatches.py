@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from partitioner.errors import ArgumentError, NotBuiltError
-from partitioner.executor.microbatches import Cutter, as_call, join
+from partitioner.microbatches import Cutter, as_call, join
 
 
 @dataclass

@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from partitioner.errors import ArgumentError
-from partitioner.executor.losses import Loss, is_shifted, own_loss
-from partitioner.executor.microbatches import Cutter
+from partitioner.losses import Loss, is_shifted, own_loss
+from partitioner.microbatches import Cutter
 
 
 def in_parts(loss: Loss, model: Callable[..., Any], args: Any, kwargs: Any, target: Any, count: int) -> torch.Tensor:
