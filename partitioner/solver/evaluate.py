@@ -149,7 +149,7 @@ class Replayer:
         num_bytes = self.graph.trainable_bytes(first, last)
         seconds = np.zeros(first.shape)
         for stage, ranks in enumerate(setting.ranks):
-            seconds[:, stage] = _all_reduce_times(cluster.slowest_link(ranks), num_bytes[:, stage], len(ranks))
+            seconds[:, stage] = all_reduce_times(cluster.slowest_link(ranks), num_bytes[:, stage], len(ranks))
         shared = np.zeros((len(self.replicas), *first.shape))
         for parameter in self.graph.shared_parameters:
             at = np.stack([_stage_at(edges, self.graph.position[name]) for name in parameter.layers], axis=1).tolist()
@@ -176,7 +176,7 @@ def link_times(link: Link, num_bytes: Floats) -> Floats:
     return np.maximum(0.0, seconds[k - 1] + slope * (num_bytes - sizes[k - 1]))
 
 
-def _all_reduce_times(link: Link, num_bytes: Floats, num_ranks: int) -> Floats:
+def all_reduce_times(link: Link, num_bytes: Floats, num_ranks: int) -> Floats:
     """`Link.all_reduce_time`, elementwise."""
     if num_ranks < 2:
         return np.zeros(num_bytes.shape)

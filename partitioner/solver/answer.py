@@ -1,0 +1,93 @@
+"""From the search to a Plan: the winner predicted whole, the runners-up, and why it is not faster."""
+
+from __future__ import annotations
+
+from partitioner.errors import InfeasibleError
+from partitioner.graph import CostGraph
+from partitioner.plan import Alternative, Plan, Stage
+from partitioner.profiles import Profile
+from partitioner.simulator import predict, single_device
+from partitioner.solver.explain import reasons
+from partitioner.solver.search import Found, Searched, search
+from partitioner.solver.settings import check_request, mesh_levels
+from partitioner.solver.shortage import shortage
+from partitioner.specs import Cluster, Training
+
+MOST_RUNNERS_UP = 5
+
+
+def solve(profile: Profile, cluster: Cluster, training: Training) -> Plan:
+    """The plan with the least simulated step + optimizer time whose every rank fits its memory.
+
+    Searched are all meshes that use as many devices as the layers and the batch allow, every micro-batch count that
+    divides a replica's samples, every schedule that is built, and all cuts; what `training` fixes is kept.
+    `lower_bound_s` holds for that space, so `gap` says how far from the best the plan can be at most. The same
+    arguments give the same plan.
+
+    Errors: ArgumentError where what is asked for cannot be had at all, InfeasibleError where nothing fits the memory;
+    its message names what does not fit, the bytes short, and a change that was tried and fits.
+    """
+    graph = CostGraph(profile)
+    check_request(graph, cluster, training)
+    levels = mesh_levels(graph, cluster, training)
+    for meshes in levels:
+        searched = search(graph, cluster, training, meshes)
+        if searched.found:
+            return _plan(graph, cluster, training, searched)
+    raise InfeasibleError(shortage(graph, cluster, training, levels))
+
+
+def _plan(graph: CostGraph, cluster: Cluster, training: Training, searched: Searched) -> Plan:
+    best = searched.found[0]
+    setting = best.setting
+    baseline = single_device(graph, cluster, training)
+    prediction = predict(
+        graph,
+        cluster,
+        training,
+        mesh=setting.mesh,
+        schedule=setting.schedule,
+        num_microbatches=setting.num_microbatches,
+        cuts=best.cuts,
+        ranks=setting.ranks,
+        baseline=baseline,
+    )
+    stages = tuple(
+        Stage(index=k, layers=layers, ranks=setting.ranks[k]) for k, layers in enumerate(graph.stage_ids(best.cuts))
+    )
+    return Plan(
+        profile=graph.profile,
+        cluster=cluster,
+        training=training,
+        mesh=setting.mesh,
+        schedule=setting.schedule,
+        num_microbatches=setting.num_microbatches,
+        stages=stages,
+        prediction=prediction,
+        lower_bound_s=min(searched.lower_bound_s, prediction.step_s + prediction.optimizer_s),
+        runners_up=_runners_up(graph, searched),
+        why=reasons(graph, cluster, training, best, prediction, searched),
+    )
+
+
+def _runners_up(graph: CostGraph, searched: Searched) -> tuple[Alternative, ...]:
+    """The best of each other mesh, schedule and layout, best first; then meshes of which nothing fits."""
+    seen = {_kind(searched.found[0])}
+    alternatives = []
+    for found in searched.found[1:]:
+        if _kind(found) not in seen:
+            seen.add(_kind(found))
+            alternatives.append(
+                Alternative(
+                    mesh=found.setting.mesh,
+                    schedule=found.setting.schedule,
+                    num_microbatches=found.setting.num_microbatches,
+                    stage_sizes=tuple(last - first for first, last in graph.bounds(found.cuts)),
+                    step_s=found.total_s,
+                )
+            )
+    return tuple(alternatives[:MOST_RUNNERS_UP])
+
+
+def _kind(found: Found) -> tuple[object, ...]:
+    return found.setting.num_stages, found.setting.num_replicas, found.setting.schedule

@@ -1,0 +1,162 @@
+"""Seconds that no split of a setting can beat, found without looking at splits one by one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from partitioner.graph import CostGraph
+from partitioner.solver.chain import TOLERANCE, Chain, Flags, smallest_bottleneck
+from partitioner.solver.evaluate import Replayer, all_reduce_times, link_times
+from partitioner.specs import Link
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Lower bounds of step + optimizer over all splits of one setting, memory left out. p stages, m micro-batches:
+
+        F_s, B_s  seconds of a micro-batch on stage s, C_s = F_s + B_s;   S  sum of C and of all hops
+
+        busy        m max C                    a stage does its own work, one action at a time
+        path        S + (m - 1) max(F, B)      some stage's m forwards (or backwards), with one micro-batch's way
+                                               before and after them; gpipe: S + (m - 1) (max F + max B)
+        place       max over s of  C_0 + ... + C_{s-1} + m C_s
+                                               the first forward's way to stage s, its work, the last backward's way home
+
+    `path` and `place` need every stage to wait for the one before it (`graph.linked`); elsewhere only `busy` holds.
+    Stage 0 ends last, so its sync adds to them: it has the layers before the first possible cut. Every stage's own sync
+    follows its own work. The optimizer's share is smallest when all devices finish theirs together.
+    """
+
+    replayer: Replayer
+    starts: Flags
+
+    @property
+    def graph(self) -> CostGraph:
+        return self.replayer.graph
+
+    def quick(self) -> float:
+        """In O(1), from sums and the largest layer."""
+        costs, m, p = self.replayer.costs, self.replayer.setting.num_microbatches, self.replayer.setting.num_stages
+        bound = 0.0
+        for speed in self._speeds():
+            total, fastest = float(speed.sum()), float(speed.max())
+            forward = max(float(costs.forward_s.sum()) / total, float(costs.forward_s.max()) / fastest)
+            backward = max(float(costs.backward_s.sum()) / total, float(costs.backward_s.max()) / fastest)
+            both = max(float(costs.before_s[-1]) / total, float((costs.forward_s + costs.backward_s).max()) / fastest)
+            bound = max(bound, m * both)
+            if p > 1 and self._in_line:
+                bound = max(bound, float(costs.before_s[-1]) / fastest + (m - 1) * max(forward, backward))
+        return bound + self._optimizer_s()
+
+    def tight(self) -> float:
+        """O(p n log n): all of the above, at their exact minima over splits."""
+        m, p = self.replayer.setting.num_microbatches, self.replayer.setting.num_stages
+        costs, schedule = self.replayer.costs, self.replayer.setting.schedule
+        bound = 0.0
+        for ranks, speeds in zip(self.replayer.replicas, self._speeds(), strict=True):
+            slowest = self._bottleneck(costs.before_s, speeds)
+            bound = max(bound, m * slowest)
+            if self._in_line:
+                forward = self._bottleneck(costs.forward_before_s, speeds)
+                backward = self._bottleneck(costs.before_s - costs.forward_before_s, speeds)
+                repeated = max(forward + backward, slowest) if schedule == "gpipe" else max(forward, backward)
+                way = float(costs.before_s[-1]) / float(speeds.max()) + self._hops_s(ranks)
+                first_sync = self._first_sync_s()
+                bound = max(bound, way + (m - 1) * repeated + first_sync)
+                if p > 1:
+                    bound = self._placed(bound, speeds, first_sync)
+        return bound * (1 - 10 * TOLERANCE) + self._optimizer_s()
+
+    @property
+    def _in_line(self) -> bool:
+        return bool(self.graph.linked[self.starts[1:].any(axis=0)].all())
+
+    def _speeds(self) -> list[Floats]:
+        devices = self.replayer.cluster.devices
+        return [np.array([devices[rank].relative_speed for rank in ranks]) for ranks in self.replayer.replicas]
+
+    def _optimizer_s(self) -> float:
+        return self.graph.profile.optimizer_s / min(float(speeds.sum()) for speeds in self._speeds())
+
+    def _bottleneck(self, prefix_s: Floats, speeds: Floats) -> float:
+        return smallest_bottleneck(Chain(prefix_s, tuple(speeds.tolist()), self.starts, np.zeros(self.starts.shape)))
+
+    def _hops_s(self, ranks: tuple[int, ...]) -> float:
+        """The cheapest cut at each boundary: what is handed from layer to layer there goes whatever else is cut."""
+        costs, cluster = self.replayer.costs, self.replayer.cluster
+        total = 0.0
+        for s in range(1, len(ranks)):
+            link = cluster.link(ranks[s - 1], ranks[s])
+            at = self.starts[s]
+            if list(link.seconds) == sorted(link.seconds):  # more bytes never take less time
+                there, back = link_times(link, costs.next_bytes[at]), link_times(link, costs.next_gradient_bytes[at])
+                total += float((there + back).min())
+        return total
+
+    def _first_sync_s(self) -> float:
+        setting, n = self.replayer.setting, self.graph.num_layers
+        first = int(np.argmax(self.starts[1])) if setting.num_stages > 1 else n
+        return float(self._sync_s(np.array([0]), np.array([first]))[0])
+
+    def _sync_s(self, first: NDArray[np.int64], last: NDArray[np.int64]) -> Floats:
+        """Seconds that any stage of these layers syncs over replicas at least."""
+        links: set[Link] = {self.replayer.cluster.slowest_link(ranks) for ranks in self.replayer.setting.ranks}
+        num_bytes = self.graph.trainable_bytes(first, last)
+        times = [all_reduce_times(link, num_bytes, self.replayer.setting.num_replicas) for link in links]
+        return np.min([time for time in times], axis=0)
+
+    def _placed(self, bound: float, speeds: Floats, first_sync: float) -> float:
+        """The `place` bound, or `bound` where that is larger: bisected, with the set of positions a stage can start at."""
+        if self._possible(bound, speeds, first_sync):
+            return bound
+        low, high = bound, 2 * bound
+        while not self._possible(high, speeds, first_sync):
+            low, high = high, 2 * high
+        for _ in range(30):
+            middle = (low + high) / 2
+            if self._possible(middle, speeds, first_sync):
+                high = middle
+            else:
+                low = middle
+        return low
+
+    def _possible(self, bound: float, speeds: Floats, first_sync: float) -> bool:
+        costs, m = self.replayer.costs, self.replayer.setting.num_microbatches
+        n = self.graph.num_layers
+        starts = np.array([0])
+        for s, speed in enumerate(speeds.tolist()):
+            before = float(speeds[:s].max()) if s else 1.0
+            slack = 1 + TOLERANCE
+            room = ((bound - first_sync) * slack - costs.before_s[starts] / before) * speed / m
+            ends = np.searchsorted(costs.before_s, costs.before_s[starts] + room, side="right") - 1
+            if self.replayer.setting.num_replicas > 1:
+                ends = self._before_sync(starts, ends, bound * slack - costs.forward_before_s[starts] / before, speed / m)
+            change = np.zeros(n + 2)
+            good = ends > starts
+            np.add.at(change, starts[good] + 1, 1)
+            np.add.at(change, ends[good] + 1, -1)
+            covered = np.cumsum(change)[: n + 1] > 0
+            if s + 1 == len(speeds):
+                return bool(covered[n])
+            starts = np.flatnonzero(covered & self.starts[s + 1])
+            if not len(starts):
+                return False
+        return False
+
+    def _before_sync(
+        self, starts: NDArray[np.int64], ends: NDArray[np.int64], room: Floats, rate: float
+    ) -> NDArray[np.int64]:
+        """The largest ends, at most `ends`, whose work / rate and sync fit into `room`; bisected, all at once."""
+        before_s = self.replayer.costs.before_s
+        low, high = starts.copy(), np.maximum(starts, ends)  # low is possible (nothing to do), the answer is in [low, high]
+        while (low < high).any():
+            middle = (low + high + 1) // 2
+            some = np.maximum(middle, starts + 1).clip(max=self.graph.num_layers)
+            good = (before_s[middle] - before_s[starts]) / rate + self._sync_s(starts, some) <= room
+            low, high = np.where(good, middle, low), np.where(good, high, middle - 1)
+        return low

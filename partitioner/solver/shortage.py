@@ -1,0 +1,3 @@
+"""Why nothing fits."""
+from __future__ import annotations
+def shortage(*args): return "does not fit"
