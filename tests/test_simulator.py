@@ -217,6 +217,32 @@ def test_every_rank_accounts_for_the_whole_step():
             assert step.idle_s(rank) == pytest.approx(step.step_s - busy_s)
 
 
+def test_a_rank_communicates_while_it_waits_for_something_that_was_sent_and_idles_before():
+    rng = random.Random(13)
+    for _ in range(60):
+        p, m = rng.randint(3, 5), rng.randint(1, 6)
+        stages = [StageCost(rng.random(), rng.random()) for _ in range(p)]
+        edges = sorted({*chain(p), *(pair for pair in itertools.combinations(range(p), 2) if rng.random() < 0.5)})
+        transfers = [Transfer(*edge, 3 * rng.random(), 3 * rng.random()) for edge in edges]
+        orders, overhead_s = build_schedule("1f1b", p, m), 0.0
+        step = replay(orders, stages, transfers)
+        end = longest_path(orders, stages, transfers, overhead_s, True)
+        for rank, order in enumerate(orders):
+            communication_s = free = 0.0
+            for action in order:
+                stage, kind, k = action
+                others = [(t.target if kind == "B" else t.source) for t in transfers if stage in (t.source, t.target)]
+                messages = [(other, stage, kind, k) for other in others if (other, stage, kind, k) in end]
+                travels = [(end[Action(message[0], kind, k)], end[message]) for message in messages]
+                start = max([free, *(arrived for _, arrived in travels)])
+                times = sorted({free, start, *(t for pair in travels for t in pair if free < t < start)})
+                for first, last in itertools.pairwise(times):
+                    if any(sent <= first and last <= arrived for sent, arrived in travels):
+                        communication_s += last - first
+                free = end[action]
+            assert step.communication_s(rank) == pytest.approx(communication_s)
+
+
 def test_a_long_schedule_is_replayed_within_a_second():
     transfers = [Transfer(stage, stage + 1, 0.1, 0.1) for stage in range(63)]
     seconds = []
@@ -443,6 +469,11 @@ def test_the_slower_replica_holds_up_the_sync_of_all():
     syncs = {span.rank: (span.start_s, span.end_s) for span in step.spans if span.kind == "sync"}
     assert syncs[0] == syncs[2] == pytest.approx((18.0, 18.5))
     assert step.step_s == pytest.approx(18.5)
+    found = prediction_of(profile, cluster, batch_size=4, cuts=(1,), m=2, dp=2)
+    assert [stage.compute_s for stage in found.stages] == pytest.approx([12.0, 12.0])
+    assert [stage.forward_s for stage in found.stages] == pytest.approx([2.0, 2.0])
+    # Ranks 0 and 1 are busy for 6 s and sync for 0.5 s, ranks 2 and 3 are busy for 12 s.
+    assert found.bubble_fraction == pytest.approx((2 * 12.0 + 2 * 6.0) / (4 * 18.5))
 
 
 def test_a_shared_parameter_is_synced_by_its_owners():
@@ -502,6 +533,21 @@ def test_a_tensor_that_skips_a_stage_goes_straight_to_where_it_is_used():
     assert [stage.send_bytes for stage in found.stages] == [200, 100, 0]
     # 2 s for each message; what skips the slow stage arrives long before it is needed.
     assert found.step_s == pytest.approx(3 * 10.0 + 4 * 2.0)
+
+
+def test_a_tensor_without_gradient_costs_only_its_way_forward():
+    profile = profile_of([1.0, 1.0], tensor_bytes=100)
+    mask = profile.tensors[0].model_copy(update={"needs_gradient": False})
+    profile = profile.model_copy(update={"tensors": (mask,)})
+    found = prediction_of(profile, cluster_of(2, link=Link.of(0.25, 100.0)), batch_size=1, cuts=(1,), m=1)
+    assert found.step_s == pytest.approx(6.0 + (0.25 + 1.0) + 0.25)  # an empty answer still takes its latency
+
+
+def test_a_faster_device_updates_its_parameters_faster():
+    profile = profile_of([1.0] * 4, parameter_bytes=100, optimizer_s=1.0)
+    found = prediction_of(profile, cluster_of(2, speeds=[2.0, 2.0]), batch_size=1, cuts=(3,), m=1)
+    assert found.optimizer_s == pytest.approx(0.75 / 2)
+    assert found.single_device_s == pytest.approx((4 * 3.0 + 1.0) / 2)
 
 
 def test_a_profile_without_any_time_is_refused():
