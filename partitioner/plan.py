@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -13,7 +13,7 @@ from partitioner.errors import ArgumentError
 from partitioner.profiles import Profile, read_checked, write_whole
 from partitioner.specs import Bytes, Cluster, Frozen, ScheduleName, Seconds, Training
 
-FORMAT_VERSION = 1
+FORMAT_VERSION: Final = 1
 
 
 class MemoryItems(Frozen):
@@ -79,7 +79,7 @@ class LostEfficiency(Frozen):
 
     @property
     def total(self) -> float:
-        return sum(getattr(self, name) for name in type(self).model_fields)
+        return float(sum(getattr(self, name) for name in type(self).model_fields))
 
 
 class Prediction(Frozen):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from pathlib import Path
-from typing import Annotated, Literal, Self, TypeVar
+from typing import Annotated, Final, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -13,7 +13,7 @@ from partitioner.display import Shown
 from partitioner.errors import ArgumentError
 from partitioner.specs import Bytes, Frozen, Seconds
 
-FORMAT_VERSION = 1
+FORMAT_VERSION: Final = 1
 
 
 class LayerCost(Frozen):

@@ -24,7 +24,7 @@ class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-_UNITS = {"": 1, "B": 1} | {
+_UNITS: dict[str, int] = {"": 1, "B": 1} | {
     prefix + suffix: base**power
     for base, suffix in ((1000, "B"), (1024, "iB"))
     for power, prefix in enumerate("KMGT", start=1)
