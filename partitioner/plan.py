@@ -191,7 +191,7 @@ class Plan(Shown, Frozen):
         repeated = [name for name in first if "#" in name]
         if repeated:
             raise ArgumentError(f"the cut before {repeated[0]} is a repeated call; a split spec cannot name it")
-        return {name: "beginning" for name in first}
+        return dict.fromkeys(first, "beginning")
 
 
 def load(path: str | os.PathLike[str]) -> Plan:
