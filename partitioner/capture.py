@@ -16,7 +16,7 @@ import random
 import weakref
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -140,11 +140,12 @@ def capture(
     kwargs: Mapping[str, Any] | None = None,
     *,
     max_share: float = 1 / 16,
-    with_keys: bool = True,
+    layers: Sequence[str] | None = None,
 ) -> Capture:
     """Run `model(*args, **kwargs)` once, gradients on, and describe it; the model is as before.
 
     `max_share`: a module with more than this share of the work is opened to its children where that is possible.
+    `layers`: the layers of an earlier capture, taken again whatever their share.
     Works on meta tensors too, for a model none of whose decisions depend on values.
     An UnsupportedModelError says why a forward could not be followed.
     """
@@ -152,11 +153,11 @@ def capture(
     recorder = _Recorder(model)
     recorder.note_inputs((args, dict(kwargs or {})))
     with untouched(model), torch.enable_grad(), watching(recorder):
-        with _Kernels(recorder) if with_keys else contextlib.nullcontext():
+        with _Kernels(recorder):
             output = model(*args, **dict(kwargs or {}))
         recorder.note_output(output)
         del output
-    return _Chooser(recorder, max_share).result()
+    return _Chooser(recorder, max_share, layers).result()
 
 
 @dataclass
@@ -427,13 +428,17 @@ def _storage(tensor: torch.Tensor) -> int:
 class _Chooser:
     """Picks the layers out of the tree of calls, then tells everything recorded in terms of them."""
 
-    def __init__(self, recorder: _Recorder, max_share: float) -> None:
+    def __init__(self, recorder: _Recorder, max_share: float, layers: Sequence[str] | None) -> None:
         self.recorder = recorder
         self.nodes = recorder.nodes
         if not self.nodes:
             raise UnsupportedModelError("the model's forward was never called: is it an nn.Module with a forward?")
         self.total = self.work(self.nodes[0]) or 1.0
-        self.chosen = self.choose(0, max_share)
+        if layers is None:
+            self.chosen = self.choose(0, max_share)
+        else:
+            wanted = set(layers)
+            self.chosen = [number for number, node in enumerate(self.nodes) if node.id in wanted]
         self.place = {number: k for k, number in enumerate(self.chosen)}
         self.starts = [self.nodes[number].start for number in self.chosen]
         self.shared: list[bool] = []

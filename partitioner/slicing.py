@@ -211,11 +211,13 @@ class Slice:
         kwargs: Mapping[str, Any],
         received: Mapping[int, Payload] | None = None,
         *,
-        on_begin: Callable[[], None] | None = None,
+        on_begin: Callable[[dict[str, torch.Tensor]], None] | None = None,
+        on_end: Callable[[], None] | None = None,
     ) -> SliceRun:
         """Forward of one micro-batch, under the caller's grad mode and random state.
 
-        `received`: what each of `sources` sent. `on_begin` is called when the stage's own part starts.
+        `received`: what each of `sources` sent. `on_begin` is called when the stage's own part starts, with the
+        tensors that were put in by name; `on_end` when its last layer and the glue behind it have run.
         """
         walk = _Walk(self, received or {}, on_begin)
         if self.stage:
@@ -229,6 +231,8 @@ class Slice:
                 walk.begin()
         except _Reached:
             output = None
+        if on_end is not None:
+            on_end()
         if self.stage + 1 == self.num_stages:
             return SliceRun(output=output, leaves=walk.leaves)
         return SliceRun(sends=walk.collect(), leaves=walk.leaves)
@@ -238,7 +242,7 @@ class _Walk(Watcher):
     """One forward: what to do at each call and function depends on whether the stage's own part has begun."""
 
     def __init__(
-        self, part: Slice, received: Mapping[int, Payload], on_begin: Callable[[], None] | None
+        self, part: Slice, received: Mapping[int, Payload], on_begin: Callable[[dict[str, torch.Tensor]], None] | None
     ) -> None:
         super().__init__(part.tracked)
         self.part, self.received, self.on_begin = part, received, on_begin
@@ -253,7 +257,7 @@ class _Walk(Watcher):
             if log is not None:
                 self.log = log
         if self.local and on_begin is not None:
-            on_begin()
+            on_begin({})
 
     # -- what happens
 
@@ -407,7 +411,7 @@ class _Walk(Watcher):
             return
         self.local = True
         with torch._C.DisableTorchFunction():
-            filled: set[int] = set()
+            filled: dict[str, torch.Tensor] = {}
             for source, names in self.names.items():
                 tensors = iter(self.received[source].tensors)
                 leaves: list[torch.Tensor | None] = []
@@ -420,13 +424,13 @@ class _Walk(Watcher):
                         value = leaf.clone()
                     leaves.append(leaf)
                     target = self.named.get(name)
-                    if target is not None and id(target) not in filled:
-                        filled.add(id(target))
+                    if target is not None and not any(target is other for other in filled.values()):
+                        filled[name] = target
                         swap_tensors(target, value)
                 self.leaves[source] = leaves
             self.named = {name: tensor for name, tensor in self.named.items() if name in self.part.wanted}
         if self.on_begin is not None:
-            self.on_begin()
+            self.on_begin(filled)
 
     def collect(self) -> dict[int, Payload]:
         """What each later stage needs from this one; the next one gets the log too."""

@@ -1,0 +1,554 @@
+"""Measure every layer of a model where it will run, the way the executor runs it: as a one-layer slice.
+
+    capture     one forward at each micro-batch size: layers, tensors between them, which layers are alike
+    survey      one forward at each size: what each layer to be measured receives
+    measure     rounds over the layers that differ (forward with the glue behind it, backward), interleaved so that
+                drift of the machine meets all alike; the median
+    whole step  the unsliced model beside them; the difference is reported as `unattributed_s`
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from partitioner.capture import Capture, CapturedLayer, capture, untouched
+from partitioner.errors import ArgumentError, SetupError
+from partitioner.losses import Loss, LossFunction
+from partitioner.microbatches import Cutter, MicroBatch, as_call
+from partitioner.profiles import Layer, LayerCost, Profile, Tensor
+from partitioner.slicing import Payload, Slice, SliceRun, alone, survey
+from partitioner.tracing import map_tensors, tensors_in, unwrap
+
+MIN_REPEATS, MAX_REPEATS = 5, 12
+"""Of one layer; in between until the 95 % interval of its median is within 2 %."""
+
+
+def profile(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    device: str | torch.device | None = None,
+    loss_fn: LossFunction | None = None,
+    example_target: Any = None,
+    batch_dim: int = 0,
+    microbatch_sizes: Sequence[int] | None = None,
+    max_share: float = 1 / 16,
+    optimizer: str = "adamw",
+    num_threads: int | None = None,
+    whole_step: bool = True,
+    trace_dir: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+    progress: Callable[[str, float], None] | None = None,
+) -> Profile:
+    """Measured costs of every layer; the model is left as it was.
+
+    `example_inputs`: one batch (tensor, tuple = arguments, dict = keywords). `device`: where to measure, None: where
+    the parameters are; a model elsewhere (meta included) is brought there one layer at a time.
+    `microbatch_sizes`: samples; None: an eighth and a half of the batch. `max_share`: see `capture`.
+    `num_threads`: CPU threads that one rank will have. `whole_step`: also time the unsliced model.
+    `trace_dir`: write a torch.profiler trace of one pass, its ranges named by layer. `progress(what, share)`.
+    """
+    model = unwrap(model)
+    where = _device_of(model, device)
+    args, kwargs = as_call(example_inputs)
+    cutter = Cutter(batch_dim)
+    batch = cutter.batch_size(args, kwargs)
+    sizes = _sizes(batch, microbatch_sizes)
+    parts = {size: cutter.cut(args, kwargs, example_target, batch // size)[0] for size in sizes}
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    tell = progress or (lambda what, share: None)
+    loss = Loss(model, loss_fn, None) if loss_fn is not None or not on_meta else Loss(model, None, None)
+    threads = torch.get_num_threads() if num_threads is None else num_threads
+    with _threads(threads), untouched(model):
+        torch.manual_seed(seed)
+        captures = _captures(model, parts, max_share, on_meta)
+        sizes = tuple(captures)
+        probes: dict[int, list[_Probe]] = {}
+        for size in sizes:
+            tell(f"surveying {size} samples", 0.0)
+            probes[size] = _probes(model, captures[size], parts[size], where, loss, on_meta)
+        tell("measuring layers", 0.1)
+        everywhere = all(p.device == where for p in (*model.parameters(), *model.buffers()))
+        _measure(model, [p for size in sizes for p in probes[size]], where, everywhere, tell)
+        if trace_dir is not None:
+            _trace(model, [p for size in sizes for p in probes[size]], where, everywhere, Path(trace_dir))
+        step_s = ()
+        if whole_step and everywhere:
+            tell("checking against whole steps", 0.9)
+            step_s = _whole_steps(model, parts, sizes, loss, where)
+        optimizer_s = _optimizer_seconds(model, optimizer, where)
+    tell("done", 1.0)
+    layers = _layers(captures, probes)
+    sums = [sum(layer.costs[k].forward_s + layer.costs[k].backward_s for layer in layers) for k in range(len(sizes))]
+    last = captures[sizes[-1]]
+    sizes_of = {size: {tensor.id: tensor.nbytes for tensor in captures[size].tensors} for size in sizes}
+    dtypes = Counter(parameter.dtype for parameter in model.parameters())
+    return Profile(
+        model=last.model,
+        layers=layers,
+        tensors=tuple(
+            Tensor(
+                id=tensor.id,
+                producer=tensor.producer,
+                consumers=tensor.consumers,
+                shape=tensor.shape,
+                dtype=tensor.dtype,
+                bytes_at=tuple(sizes_of[size][tensor.id] for size in sizes),
+                needs_gradient=tensor.needs_gradient,
+            )
+            for tensor in last.tensors
+        ),
+        parameters=last.parameters,
+        microbatch_sizes=sizes,
+        no_cut=last.no_cut,
+        keep_open=last.keep_open,
+        optimizer_s=optimizer_s,
+        optimizer=optimizer,
+        buffer_bytes=last.buffer_bytes,
+        step_s=step_s,
+        unattributed_s=tuple(whole - parts_s for whole, parts_s in zip(step_s, sums, strict=True)) if step_s else (),
+        batch_dim=batch_dim,
+        device=_device_name(where),
+        device_kind="cuda" if where.type == "cuda" else "cpu",
+        dtype=str(dtypes.most_common(1)[0][0]).removeprefix("torch.") if dtypes else "float32",
+        num_threads=threads,
+        torch_version=torch.__version__,
+        provenance="measured",
+        fingerprint=last.fingerprint,
+        call_digest=last.call_digest,
+    )
+
+
+def _sizes(batch: int, wanted: Sequence[int] | None) -> tuple[int, ...]:
+    sizes = sorted({max(1, batch // 8), max(1, batch // 2)} if wanted is None else set(wanted))
+    if sizes[0] < 1 or sizes[-1] > batch:
+        raise ArgumentError(f"micro-batches of {sizes} samples cannot be cut from a batch of {batch}: use 1 to {batch}")
+    return tuple(sizes)
+
+
+def _device_of(model: nn.Module, device: str | torch.device | None) -> torch.device:
+    if device is None:
+        kinds = Counter(parameter.device for parameter in model.parameters() if not parameter.is_meta)
+        found = kinds.most_common(1)[0][0] if kinds else torch.device("cpu")
+    else:
+        found = torch.device(device)
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise SetupError(f"cannot measure on {found}: torch finds no CUDA device here; use device='cpu'")
+    return found
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _captures(
+    model: nn.Module, parts: dict[int, MicroBatch], max_share: float, on_meta: bool
+) -> dict[int, Capture]:
+    """A capture at each size, in the layers of the largest; sizes at which the forward goes another way are left out."""
+    largest = max(parts)
+    found = {largest: _capture(model, parts[largest], on_meta, max_share=max_share)}
+    layers = [layer.id for layer in found[largest].layers]
+    names = {tensor.id for tensor in found[largest].tensors}
+    for size in sorted(parts, reverse=True)[1:]:
+        other = _capture(model, parts[size], on_meta, layers=layers)
+        if [layer.id for layer in other.layers] == layers and names == {tensor.id for tensor in other.tensors}:
+            found[size] = other
+    return dict(sorted(found.items()))
+
+
+def _capture(model: nn.Module, part: MicroBatch, on_meta: bool, **how: Any) -> Capture:
+    args, kwargs = (part.args, part.kwargs) if not on_meta else map_tensors((part.args, part.kwargs), _to_meta)
+    return capture(model, args, kwargs, **how)
+
+
+def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to("meta")
+
+
+@dataclass
+class _Probe:
+    """One layer to be measured at one size, for itself and for all layers of its key."""
+
+    layer: CapturedLayer
+    count: int
+    samples: int
+    part: MicroBatch
+    received: dict[int, Payload]
+    stage_of: dict[str, int]
+    captured: Capture
+    loss: Loss | None
+    join: bool = False
+    forward_s: list[float] = field(default_factory=list)
+    backward_s: list[float] = field(default_factory=list)
+    own_saved_bytes: int = 0
+    """Saved for backward, without what the layer received."""
+    saved_inputs: tuple[str, ...] = ()
+    saved_outputs: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+
+    @property
+    def is_tight(self) -> bool:
+        return all(_interval(times) < 0.02 for times in (self.forward_s, self.backward_s))
+
+
+def _interval(times: list[float]) -> float:
+    """Half of the 95 % interval of the median, relative to it (McGill, Tukey & Larsen 1978)."""
+    middle = statistics.median(times)
+    if middle < 1e-6:
+        return 0.0
+    first, _, third = statistics.quantiles(times, n=4)
+    return float(1.57 * (third - first) / len(times) ** 0.5 / middle)
+
+
+def _probes(
+    model: nn.Module, captured: Capture, part: MicroBatch, device: torch.device, loss: Loss, on_meta: bool
+) -> list[_Probe]:
+    """One probe for each structural key; the last layer has its own, since the loss comes after it."""
+    layers = captured.layers
+    keys = [layer.key if k + 1 < len(layers) else f"{layer.key} and loss" for k, layer in enumerate(layers)]
+    counts = Counter(keys)
+    first = {key: layers[k] for k, key in reversed(list(enumerate(keys)))}
+    args, kwargs = (part.args, part.kwargs) if not on_meta else map_tensors((part.args, part.kwargs), _to_meta)
+    seen = survey(model, captured, [layer.id for layer in first.values()], args, kwargs)
+    here = map_tensors(part, lambda tensor: _real(tensor, device))
+    found = []
+    for key, layer in first.items():
+        payload = seen.payloads.get(layer.id)
+        if payload is None:
+            raise ArgumentError(f"layer {layer.id} ran when the model was captured and not when it was surveyed")
+        tensors = [_real(tensor, device) for tensor in payload.tensors]
+        received = {} if layer is layers[0] else {0: Payload(payload.header, tensors)}
+        last = layer is layers[-1]
+        found.append(
+            _Probe(
+                layer=layer,
+                count=counts[key],
+                samples=part.samples,
+                part=here,
+                received=received,
+                stage_of=alone(captured, layer.id),
+                captured=captured,
+                loss=loss if last else None,
+            )
+        )
+    return found
+
+
+def _real(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if not tensor.is_meta:
+        return tensor.to(device)
+    if tensor.is_floating_point() or tensor.is_complex():
+        return torch.randn(tensor.shape, dtype=tensor.dtype, device=device)
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+
+
+class _Clock:
+    """Seconds between moments of a device: events where there is a stream, the CPU's clock elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+
+    def now(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()  # type: ignore[no-untyped-call]
+        return event
+
+    def between(self, first: Any, second: Any) -> float:
+        if not self.cuda:
+            return float(second - first)
+        second.synchronize()
+        return float(first.elapsed_time(second)) / 1e3
+
+
+@contextlib.contextmanager
+def _resident(model: nn.Module, layer: CapturedLayer, device: torch.device, everywhere: bool) -> Iterator[None]:
+    """The layer's parameters and all small buffers on `device`, for the time of its measurement."""
+    if everywhere:
+        yield
+        return
+    wanted = set(layer.parameters)
+    made: dict[int, nn.Parameter] = {}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    undo: list[tuple[dict[str, Any], str, Any]] = []
+    for module in model.modules():
+        inside = module in set(model.get_submodule(layer.module).modules())
+        for name, parameter in module._parameters.items():
+            if parameter is None or (names[id(parameter)] not in wanted):
+                continue
+            if id(parameter) not in made:
+                data = _real(parameter.detach(), device)
+                data = data * 0.02 if parameter.is_meta and data.is_floating_point() else data
+                made[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+            undo.append((module._parameters, name, parameter))
+            module._parameters[name] = made[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and inside and buffer.device != device:
+                undo.append((module._buffers, name, buffer))
+                module._buffers[name] = _real(buffer, device)
+    try:
+        yield
+    finally:
+        for table, name, value in undo:
+            table[name] = value
+
+
+def _measure(
+    model: nn.Module,
+    probes: list[_Probe],
+    device: torch.device,
+    everywhere: bool,
+    tell: Callable[[str, float], None],
+) -> None:
+    clock = _Clock(device)
+    if not everywhere:
+        for k, probe in enumerate(probes):
+            with _resident(model, probe.layer, device, everywhere):
+                _count_saved(model, probe, device)
+                while not _enough(probe):
+                    _time_once(model, probe, clock, device)
+            tell("measuring layers", 0.1 + 0.8 * (k + 1) / len(probes))
+        return
+    for probe in probes:
+        _count_saved(model, probe, device)
+    for repeat in range(MAX_REPEATS):
+        left = [probe for probe in probes if not _enough(probe)]
+        if not left:
+            break
+        for probe in left:
+            _time_once(model, probe, clock, device)
+        tell("measuring layers", 0.1 + 0.8 * (repeat + 1) / MAX_REPEATS)
+
+
+def _enough(probe: _Probe) -> bool:
+    done = len(probe.forward_s)
+    wanted = min(MAX_REPEATS, 6 * probe.count)
+    return done >= wanted or (done >= MIN_REPEATS and probe.is_tight)
+
+
+def _slice(model: nn.Module, probe: _Probe, device: torch.device) -> Slice:
+    stage = probe.stage_of[probe.layer.id]
+    return Slice(model, probe.captured, probe.stage_of, stage, join=False, device=device)
+
+
+def _finish(probe: _Probe, run: SliceRun) -> torch.Tensor | list[torch.Tensor]:
+    """What the backward starts from: the loss, or the tensors sent on."""
+    if probe.loss is not None:
+        return probe.loss.of(run.output, probe.part.target)
+    return [tensor for payload in run.sends.values() for tensor in payload.tensors if tensor.requires_grad]
+
+
+def _backward(roots: torch.Tensor | list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
+    if isinstance(roots, torch.Tensor):
+        if roots.requires_grad:
+            roots.backward()  # type: ignore[no-untyped-call]
+    elif roots:
+        torch.autograd.backward(roots, gradients)
+
+
+def _time_once(model: nn.Module, probe: _Probe, clock: _Clock, device: torch.device) -> None:
+    marks: list[Any] = []
+
+    def mark(_: dict[str, torch.Tensor] | None = None) -> None:
+        marks.append(clock.now())
+
+    part = _slice(model, probe, device)
+    run = part.run(probe.part.args, probe.part.kwargs, probe.received, on_begin=mark, on_end=mark)
+    roots = _finish(probe, run)
+    if probe.loss is not None:
+        marks[1] = clock.now()
+    gradients = [] if isinstance(roots, torch.Tensor) else [torch.ones_like(tensor) for tensor in roots]
+    before = clock.now()
+    _backward(roots, gradients)
+    stop = clock.now()
+    probe.forward_s.append(clock.between(marks[0], marks[1]))
+    probe.backward_s.append(clock.between(before, stop))
+
+
+def _count_saved(model: nn.Module, probe: _Probe, device: torch.device) -> None:
+    """Warm up once, and count what autograd keeps: each storage once, parameters and buffers left out."""
+    ours = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    saved: dict[int, int] = {}
+    put_in: dict[str, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        key = _storage(tensor)
+        if key not in ours:
+            saved[key] = tensor.untyped_storage().nbytes() if tensor.layout == torch.strided else 0
+        return tensor.detach() if tensor.requires_grad else tensor
+
+    part = _slice(model, probe, device)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run = part.run(probe.part.args, probe.part.kwargs, probe.received, on_begin=put_in.update)
+        roots = _finish(probe, run)
+    given = {_storage(tensor) for tensor in tensors_in(probe.part)}
+    received = {_storage(tensor): name for name, tensor in put_in.items()}
+    probe.own_saved_bytes = sum(size for key, size in saved.items() if key not in received and key not in given)
+    probe.saved_inputs = tuple(name for key, name in received.items() if key in saved)
+    sent = {
+        name: _storage(tensor)
+        for target, payload in run.sends.items()
+        for name, tensor in zip((n for n in part.routes[target] if n is not None), payload.tensors, strict=False)
+    }
+    probe.saved_outputs = tuple(name for name, key in sent.items() if key in saved)
+    probe.inputs, probe.outputs = tuple(put_in), tuple(sent)
+    _backward(roots, [] if isinstance(roots, torch.Tensor) else [torch.ones_like(tensor) for tensor in roots])
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):
+        return id(tensor)
+
+
+def _trace(
+    model: nn.Module, probes: list[_Probe], device: torch.device, everywhere: bool, directory: Path
+) -> None:
+    """One more pass with torch.profiler on, a range named by each layer's full id around it."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    handler = torch.profiler.tensorboard_trace_handler(os.fspath(directory))
+    with torch.profiler.profile(activities=activities, on_trace_ready=handler, with_stack=True, record_shapes=True):
+        for probe in probes:
+            label = f"{probe.layer.id} ({probe.samples} samples)"
+            with _resident(model, probe.layer, device, everywhere):
+                with torch.profiler.record_function(f"forward {label}"):
+                    run = _slice(model, probe, device).run(probe.part.args, probe.part.kwargs, probe.received)
+                    roots = _finish(probe, run)
+                with torch.profiler.record_function(f"backward {label}"):
+                    ones = [] if isinstance(roots, torch.Tensor) else [torch.ones_like(tensor) for tensor in roots]
+                    _backward(roots, ones)
+
+
+def _whole_steps(
+    model: nn.Module, parts: dict[int, MicroBatch], sizes: Sequence[int], loss: Loss, device: torch.device
+) -> tuple[float, ...]:
+    """Forward and backward of the unsliced model at each size: one to warm up, the median of three."""
+    clock = _Clock(device)
+    times: dict[int, list[float]] = {size: [] for size in sizes}
+    for repeat in range(4):
+        for size in sizes:
+            part = parts[size]
+            start = clock.now()
+            _backward(loss.of(model(*part.args, **part.kwargs), part.target), [])
+            seconds = clock.between(start, clock.now())
+            if repeat:
+                times[size].append(seconds)
+    return tuple(statistics.median(times[size]) for size in sizes)
+
+
+def _optimizer_seconds(model: nn.Module, optimizer: str, device: torch.device) -> float:
+    """One optimizer step, measured on a sample of the parameters and scaled by their number."""
+    kinds: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+        "sgd": lambda p: torch.optim.SGD(p, 1e-6),
+        "sgd-momentum": lambda p: torch.optim.SGD(p, 1e-6, momentum=0.9),
+        "adam": lambda p: torch.optim.Adam(p, 1e-6),
+        "adamw": lambda p: torch.optim.AdamW(p, 1e-6),
+    }
+    if optimizer not in kinds:
+        return 0.0
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    total = sum(parameter.numel() for parameter in trainable)
+    sample: list[nn.Parameter] = []
+    for parameter in trainable:
+        if sum(p.numel() for p in sample) > 8_000_000:
+            break
+        sample.append(nn.Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)))
+    if not sample:
+        return 0.0
+    for parameter in sample:
+        parameter.grad = torch.zeros_like(parameter)
+    made = kinds[optimizer](sample)
+    clock = _Clock(device)
+    times = []
+    for repeat in range(5):
+        start = clock.now()
+        made.step()
+        seconds = clock.between(start, clock.now())
+        if repeat > 1:
+            times.append(seconds)
+    return statistics.median(times) * total / sum(parameter.numel() for parameter in sample)
+
+
+def _layers(captures: dict[int, Capture], probes: dict[int, list[_Probe]]) -> tuple[Layer, ...]:
+    """Every layer with the costs of its key at each size."""
+    costs: dict[str, list[LayerCost]] = {}
+    for size, captured in captures.items():
+        by_key = {probe.layer.key: probe for probe in probes[size] if probe.loss is None}
+        by_loss = next(probe for probe in probes[size] if probe.loss is not None)
+        counted: set[str] = set()
+        tensors = {tensor.id: tensor.nbytes for tensor in captured.tensors}
+        routes = _routes(captured)
+        for k, layer in enumerate(captured.layers):
+            probe = by_loss if k + 1 == len(captured.layers) else by_key[layer.key]
+            made, used = routes[layer.id]
+            saved = probe.own_saved_bytes
+            counted |= {name for name, other in zip(made, probe.outputs, strict=False) if other in probe.saved_outputs}
+            for name, other in zip(used, probe.inputs, strict=False):
+                if other in probe.saved_inputs and name not in counted:
+                    counted.add(name)
+                    saved += tensors[name]
+            costs.setdefault(layer.id, []).append(
+                LayerCost(
+                    samples=size,
+                    forward_s=statistics.median(probe.forward_s),
+                    backward_s=statistics.median(probe.backward_s),
+                    forward_spread_s=_half_quartiles(probe.forward_s),
+                    backward_spread_s=_half_quartiles(probe.backward_s),
+                    saved_bytes=saved,
+                    flops=layer.flops,
+                )
+            )
+    last = next(reversed(captures.values()))
+    bytes_of = {parameter.names[0]: parameter for parameter in last.parameters}
+    return tuple(
+        Layer(
+            id=layer.id,
+            class_name=layer.class_name,
+            parameter_bytes=sum(bytes_of[name].bytes for name in layer.parameters),
+            gradient_bytes=sum(bytes_of[name].bytes for name in layer.parameters if bytes_of[name].trainable),
+            key=layer.key,
+            costs=tuple(costs[layer.id]),
+        )
+        for layer in last.layers
+    )
+
+
+def _routes(captured: Capture) -> dict[str, tuple[list[str], list[str]]]:
+    """Layer -> the tensors it makes for others, and those it uses, each in a fixed order."""
+    routes: dict[str, tuple[list[str], list[str]]] = {layer.id: ([], []) for layer in captured.layers}
+    for tensor in captured.tensors:
+        routes[tensor.producer][0].append(tensor.id)
+        for layer in tensor.consumers:
+            routes[layer][1].append(tensor.id)
+    return routes
+
+
+def _half_quartiles(times: list[float]) -> float:
+    first, _, third = statistics.quantiles(times, n=4)
+    return float(third - first) / 2
