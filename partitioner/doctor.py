@@ -60,8 +60,9 @@ def check(*, try_ranks: bool = True) -> Diagnosis:
         _memory(),
     ]
     if next(finding for finding in findings if finding.name == "torch").ok:
-        findings += _devices()
-        if try_ranks:
+        devices = _devices()
+        findings += devices
+        if try_ranks and all(finding.ok for finding in devices):
             findings.append(_ranks())
     return Diagnosis(tuple(findings))
 
