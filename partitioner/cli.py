@@ -326,9 +326,10 @@ def _checked(kind: Callable[..., Any], **fields: Any) -> Any:
     try:
         return kind(**fields)
     except ValidationError as error:
-        first = error.errors()[0]
-        name = str(first["loc"][0]) if first["loc"] else "the arguments"
-        raise ArgumentError(f"--{name.replace('_', '-')} {first['input']}: {first['msg']}") from None
+        faults = error.errors()
+        name = str(faults[0]["loc"][0]) if faults[0]["loc"] else "the arguments"
+        said = " or ".join(dict.fromkeys(fault["msg"] for fault in faults if fault["loc"][:1] == faults[0]["loc"][:1]))
+        raise ArgumentError(f"--{name.replace('_', '-')} {fields.get(name, '')}: {said}") from None
 
 
 def _save(thing: Any, path: str | None) -> None:

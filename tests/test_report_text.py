@@ -75,6 +75,19 @@ def test_the_waterfall_goes_from_all_time_to_the_efficiency() -> None:
     assert [name for name, _ in table.rows] == ["all devices' time", "imbalance", "fill and drain", "communication"]
 
 
+def test_losses_too_small_to_show_are_added_up() -> None:
+    names = ("imbalance", "fill_drain", "communication", "sync")
+    table = waterfall(LostEfficiency(**dict.fromkeys(names, 4e-4), optimizer=0.1), 0.8984)
+    assert table.rows == (("all devices' time", "100.0 %"), ("optimizer", "-10.0 %"), ("others", "-0.2 %"))
+    assert waterfall(LostEfficiency(), 1.0).rows == (("all devices' time", "100.0 %"),)
+
+
+def test_a_number_stays_beside_its_unit() -> None:
+    for width in range(40, 80):
+        text = render(given_plan(why=("it takes 12.3 ms of 4.5 GiB at 30 % " * 5,)), width)
+        assert not re.search(r"\d\n\s+(ms|GiB|%)", text)
+
+
 def test_a_gain_is_shown_as_one() -> None:
     table = waterfall(LostEfficiency(small_microbatch=-0.02, fill_drain=0.1), 0.92)
     assert ("small micro-batch", "+2.0 %") in table.rows

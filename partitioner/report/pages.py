@@ -187,10 +187,12 @@ LOSSES = {
 
 
 def waterfall(lost: LostEfficiency, efficiency: float) -> Table:
-    """All devices' time, from 100 % down to what does the model's work."""
-    losses = [(LOSSES[name][0], getattr(lost, name)) for name in type(lost).model_fields if getattr(lost, name)]
-    rows = [("all devices' time", "100.0 %"), *((name, "-" + percent(part)) for name, part in losses)]
-    rows = [(name, text.replace("--", "+")) for name, text in rows]
+    """All devices' time, from 100 % down to what does the model's work; parts below 0.05 % are added up as others."""
+    parts = {LOSSES[name][0]: getattr(lost, name) for name in type(lost).model_fields}
+    shown = {name: part for name, part in parts.items() if abs(part) >= 5e-4}
+    shown["others"] = lost.total - sum(shown.values())
+    rows = [("all devices' time", "100.0 %")]
+    rows += [(name, f"{-100 * part:+.1f} %") for name, part in shown.items() if abs(part) >= 5e-4]
     return Table(("efficiency", "share"), tuple(rows), total=("left for the model", percent(efficiency)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import shutil
 import textwrap
 from typing import Any, Literal
@@ -13,6 +14,7 @@ from rich.table import Table as RichTable
 
 from partitioner.report.pages import Drawing, Facts, Page, Prose, Table, page_of
 
+_NUMBER = re.compile(r"(\d) (?=%|x |[mµ]?s\b|[KMGT]iB\b|B\b)")
 LINES = Box("    \n    \n -- \n    \n -- \n -- \n    \n    \n")
 
 
@@ -43,8 +45,10 @@ def _block(block: Facts | Table | Prose | Drawing, columns: int) -> str:
 
 
 def _hanging(head: str, text: str, columns: int) -> str:
-    lines = textwrap.wrap(text, max(30, columns - len(head)), break_long_words=False, break_on_hyphens=False)
-    return head + ("\n" + " " * len(head)).join(lines)
+    """Folded below its first word; a number stays beside its unit."""
+    kept = _NUMBER.sub("\\1\u00a0", text)
+    lines = textwrap.wrap(kept, max(30, columns - len(head)), break_long_words=False, break_on_hyphens=False)
+    return (head + ("\n" + " " * len(head)).join(lines)).replace("\u00a0", " ")
 
 
 def _table(table: Table, columns: int) -> str:
