@@ -1,10 +1,10 @@
 """Measure every layer of a model where it will run, the way the executor runs it: as a one-layer slice.
 
-    capture     one forward at each micro-batch size: layers, tensors between them, which layers are alike
-    survey      one forward at each size: what each layer to be measured receives
-    measure     rounds over the layers that differ (forward with the glue behind it, backward), interleaved so that
-                drift of the machine meets all alike; the median
-    whole step  the unsliced model beside them; the difference is reported as `unattributed_s`
+capture     one forward at each micro-batch size: layers, tensors between them, which layers are alike
+survey      one forward at each size: what each layer to be measured receives
+measure     rounds over the layers that differ (forward with the glue behind it, backward), interleaved so that
+            drift of the machine meets all alike; the median
+whole step  the unsliced model beside them; the difference is reported as `unattributed_s`
 """
 
 from __future__ import annotations
@@ -162,9 +162,7 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _captures(
-    model: nn.Module, parts: dict[int, MicroBatch], max_share: float, on_meta: bool
-) -> dict[int, Capture]:
+def _captures(model: nn.Module, parts: dict[int, MicroBatch], max_share: float, on_meta: bool) -> dict[int, Capture]:
     """A capture at each size, in the layers of the largest; sizes at which the forward goes another way are left out."""
     largest = max(parts)
     found = {largest: _capture(model, parts[largest], on_meta, max_share=max_share)}
@@ -425,9 +423,7 @@ def _storage(tensor: torch.Tensor) -> int:
         return id(tensor)
 
 
-def _trace(
-    model: nn.Module, probes: list[_Probe], device: torch.device, everywhere: bool, directory: Path
-) -> None:
+def _trace(model: nn.Module, probes: list[_Probe], device: torch.device, everywhere: bool, directory: Path) -> None:
     """One more pass with torch.profiler on, a range named by each layer's full id around it."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":

@@ -507,12 +507,17 @@ class _Surveyor(_Walk):
 
 
 def chain(
-    slices: Sequence[Slice], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    slices: Sequence[Slice],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    before_each: Callable[[], None] = lambda: None,
 ) -> tuple[list[SliceRun], Callable[[torch.Tensor], None]]:
     """All stages one after another in this process, and the backward through them for a loss of the last output."""
     runs: list[SliceRun] = []
     for part in slices:
         received = {source: _sent(runs[source].sends[part.stage]) for source in part.sources}
+        before_each()
         runs.append(part.run(args, kwargs, received))
 
     def backward(loss: torch.Tensor) -> None:
@@ -592,9 +597,7 @@ def _single(profile: Profile | Capture, stage_of: Mapping[str, int]) -> tuple[di
     return dict(stage_of), tracked
 
 
-def _entry(
-    name: str, result: Any, given: list[torch.Tensor], versions: list[int], opaque: Sequence[Any]
-) -> _Entry:
+def _entry(name: str, result: Any, given: list[torch.Tensor], versions: list[int], opaque: Sequence[Any]) -> _Entry:
     places = {id(tensor): k for k, tensor in reversed(list(enumerate(given)))}
     kept = {id(item): k for k, item in enumerate(opaque)}
 

@@ -135,7 +135,9 @@ def vit(batch: int = 8, layers: int = 4, width: int = 64) -> Case:
 def resnet(batch: int = 8) -> Case:
     from transformers import ResNetConfig, ResNetForImageClassification
 
-    config = ResNetConfig(embedding_size=16, hidden_sizes=[16, 32, 64], depths=[2, 2, 2], layer_type="basic", num_labels=5)
+    config = ResNetConfig(
+        embedding_size=16, hidden_sizes=[16, 32, 64], depths=[2, 2, 2], layer_type="basic", num_labels=5
+    )
     images, labels = torch.randn(batch, 3, 32, 32), torch.randint(0, 5, (batch,))
     return Case(
         ResNetForImageClassification(config), kwargs={"pixel_values": images, "labels": labels}, trains_batch_norm=True

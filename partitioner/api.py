@@ -1,0 +1,280 @@
+"""The one call that walks the whole way: model and devices in, plan out."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from partitioner.capture import fingerprint
+from partitioner.errors import ArgumentError, NotBuiltError, PlanMismatchError
+from partitioner.links import between_cuda_devices, loopback
+from partitioner.losses import Loss, LossFunction, LossWeight
+from partitioner.microbatches import Cutter, as_call
+from partitioner.plan import Plan
+from partitioner.profiler import profile as measure
+from partitioner.profiles import Profile
+from partitioner.selfcheck import check_split
+from partitioner.solver import solve
+from partitioner.specs import OPTIMIZER_BYTES, Cluster, Device, Training, parse_bytes
+from partitioner.tracing import unwrap
+
+Progress = Callable[[str, float], None]
+
+
+def partition(
+    model: nn.Module,
+    example_inputs: Any = None,
+    *,
+    gpus: int | str | Cluster,
+    loss_fn: LossFunction | None = None,
+    example_target: Any = None,
+    loss_weight: LossWeight | None = None,
+    batch_size: int | Literal["auto"] | None = None,
+    batch_dim: int = 0,
+    mesh: Literal["auto"] | Mapping[str, int] = "auto",
+    microbatches: int | Literal["auto"] = "auto",
+    schedule: str = "auto",
+    optimizer: str | float = "adamw",
+    precision: str = "fp32",
+    recompute: str = "auto",
+    shard: str = "auto",
+    gradient_compression: str | None = None,
+    memory_limit: str | int | None = None,
+    objective: str = "train",
+    pin: Mapping[str, int] | None = None,
+    profile: Profile | str | os.PathLike[str] | None = None,
+    check: Literal["first", "never"] = "first",
+    trace_dir: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+    progress: bool | Progress | None = None,
+) -> Plan:
+    """The fastest plan found for training `model` on these devices, with what it will cost; the model is untouched.
+
+    `example_inputs`: one batch: a tensor, a tuple (arguments) or a dict (keyword arguments). `gpus`: a number of this
+    machine's CUDA devices (of CPU ranks, where it has fewer), a name such as "2x8xA100-80GB", or a Cluster.
+    `loss_fn(output, target)`: None is the model's own loss. `batch_size`: samples of one optimizer step, all replicas
+    together; None: that of `example_inputs`. `pin`: layer id -> stage. `profile`: plan from it without measuring.
+    `check`: run one micro-batch sliced and unsliced and compare. Errors: `ArgumentError`, `NotBuiltError` (a value
+    that this version does not run), `InfeasibleError` (memory), `UnsupportedModelError`.
+    """
+    _refuse_unbuilt(precision, recompute, shard, gradient_compression, objective, batch_size, schedule)
+    model = unwrap(model)
+    notes: list[str] = []
+    if example_inputs is None:
+        example_inputs, note = _told_inputs(model)
+        notes.append(note)
+    args, kwargs = as_call(example_inputs)
+    samples = Cutter(batch_dim).batch_size(args, kwargs)
+    size = samples if batch_size is None else int(batch_size)
+    if size < 1:
+        raise ArgumentError(f"batch_size={batch_size} is impossible: give 1 or more samples")
+    cluster, device = _cluster(gpus, profile is not None, notes)
+    training = Training(
+        batch_size=size,
+        microbatches=microbatches,
+        mesh="auto" if mesh == "auto" else _mesh(mesh, cluster),
+        schedule=schedule,
+        optimizer=optimizer if isinstance(optimizer, str) else f"{optimizer:g} bytes a parameter",
+        optimizer_bytes=_optimizer_bytes(optimizer),
+        memory_limit_bytes=None if memory_limit is None else parse_bytes(memory_limit),
+        pin=dict(pin or {}),
+        batch_dim=batch_dim,
+    )
+    tell, close = _progress(progress)
+    try:
+        if profile is None:
+            measured = measure(
+                model,
+                example_inputs,
+                device=device,
+                loss_fn=loss_fn,
+                example_target=example_target,
+                batch_dim=batch_dim,
+                max_share=1 / (8 * max(2, cluster.num_devices)),
+                optimizer=optimizer if isinstance(optimizer, str) else "none",
+                num_threads=_threads_of_a_rank(cluster) if device.type == "cpu" else None,
+                trace_dir=trace_dir,
+                seed=seed,
+                progress=tell,
+            )
+        else:
+            measured = profile if isinstance(profile, Profile) else Profile.load(profile)
+            _check_fits(model, measured)
+        plan = solve(measured, cluster, training)
+        if check == "first" and plan.num_stages > 1 and not any(p.is_meta for p in model.parameters()):
+            tell("checking the slices", 0.95)
+            part = Cutter(batch_dim).cut(args, kwargs, example_target, max(1, samples // plan.microbatch_samples))[0]
+            check_split(model, plan.profile, plan.stage_of(), part, Loss(model, loss_fn, loss_weight), seed=seed)
+    finally:
+        close()
+    return plan.model_copy(update={"why": (*plan.why, *notes)})
+
+
+def _refuse_unbuilt(
+    precision: str,
+    recompute: str,
+    shard: str,
+    compression: str | None,
+    objective: str,
+    batch_size: Any,
+    schedule: str,
+) -> None:
+    """Documented values that this version does not run, by name."""
+    asked = {
+        "precision": (precision, ("fp32",), ("bf16", "fp16", "bf16-mixed", "fp16-mixed")),
+        "recompute": (recompute, ("auto", "never"), ("always",)),
+        "shard": (shard, ("auto", "none"), ("zero1", "zero2", "zero3")),
+        "gradient_compression": (compression, (None,), ("fp16", "bf16", "powersgd")),
+        "objective": (objective, ("train",), ("throughput", "latency")),
+        "schedule": (schedule, ("auto", "gpipe", "1f1b"), ("interleaved", "zero-bubble")),
+    }
+    for name, (value, built, planned) in asked.items():
+        if value not in built:
+            if value in planned or name == "recompute":
+                raise NotBuiltError(f"{name}={value!r} is not built in this version; use one of {_options(built)}")
+            raise ArgumentError(f"{name}={value!r} is unknown; use one of {_options(built)}")
+    if batch_size == "auto":
+        raise NotBuiltError("batch_size='auto' is not built in this version; give the samples of one optimizer step")
+
+
+def _options(values: tuple[Any, ...]) -> str:
+    return ", ".join(map(repr, values))
+
+
+def _optimizer_bytes(optimizer: str | float) -> float:
+    if not isinstance(optimizer, str):
+        if optimizer < 0:
+            raise ArgumentError(f"optimizer={optimizer} bytes a parameter is impossible: give 0 or more")
+        return float(optimizer)
+    if optimizer == "adafactor":
+        raise NotBuiltError("optimizer='adafactor' is not built in this version; give its state in bytes a parameter")
+    if optimizer not in OPTIMIZER_BYTES:
+        raise ArgumentError(f"optimizer={optimizer!r} is unknown; use {_options(tuple(OPTIMIZER_BYTES))} or bytes")
+    return OPTIMIZER_BYTES[optimizer]
+
+
+def _mesh(mesh: Mapping[str, int], cluster: Cluster) -> dict[str, int]:
+    unknown = sorted(set(mesh) - {"pp", "dp", "tp"})
+    if unknown:
+        raise ArgumentError(f"mesh has no axis {unknown[0]!r}: use 'pp' (stages) and 'dp' (replicas)")
+    if mesh.get("tp", 1) != 1:
+        raise NotBuiltError(f"mesh with tp={mesh['tp']} is not built in this version; use 'pp' and 'dp'")
+    full = {"pp": int(mesh.get("pp", 1)), "dp": int(mesh.get("dp", 1))}
+    if full["pp"] < 1 or full["dp"] < 1:
+        raise ArgumentError(f"mesh {dict(mesh)}: every axis needs 1 or more ranks")
+    if full["pp"] * full["dp"] > cluster.num_devices:
+        raise ArgumentError(
+            f"mesh {full} needs {full['pp'] * full['dp']} devices, there are {cluster.num_devices}: "
+            f"make pp x dp at most {cluster.num_devices}"
+        )
+    return full
+
+
+def _cluster(gpus: int | str | Cluster, has_profile: bool, notes: list[str]) -> tuple[Cluster, torch.device]:
+    """The devices to plan for, and where to measure."""
+    if isinstance(gpus, bool) or not isinstance(gpus, (int, str, Cluster)):
+        raise ArgumentError(f"gpus={gpus!r}: give a number, a name such as '8xH100', or a Cluster")
+    if isinstance(gpus, str) and gpus.strip().isdigit():
+        gpus = int(gpus)
+    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if isinstance(gpus, int):
+        if gpus < 1:
+            raise ArgumentError(f"gpus={gpus} is impossible: give 1 or more")
+        if here >= gpus:
+            return _this_cuda(gpus), torch.device("cuda", 0)
+        notes.append(
+            f"this machine has {here} CUDA devices, so the plan is for {gpus} CPU ranks; name the devices "
+            f"(gpus='{gpus}xH100', profile=...) to plan for others"
+        )
+        return _this_cpu(gpus), torch.device("cpu")
+    cluster = Cluster.parse(gpus) if isinstance(gpus, str) else gpus
+    kinds = {device.kind for device in cluster.devices}
+    if kinds == {"cpu"}:
+        return cluster, torch.device("cpu")
+    if here:
+        name = torch.cuda.get_device_name(0)
+        notes.append(f"layers are measured on this machine's {name}")
+        return cluster, torch.device("cuda", 0)
+    if not has_profile:
+        raise NotBuiltError(
+            f"gpus={gpus if isinstance(gpus, str) else cluster.devices[0].name!r}: this machine has no CUDA device to "
+            f"measure on, and estimating without one is not built in this version; measure on such a device with "
+            f"`partitioner profile` and pass profile=, or use a number for CPU ranks"
+        )
+    return cluster, torch.device("cpu")
+
+
+def _this_cuda(count: int) -> Cluster:
+    devices = []
+    for index in range(count):
+        found = torch.cuda.get_device_properties(index)
+        devices.append(Device(name=found.name, kind="cuda", memory_bytes=found.total_memory, overhead_bytes=2**30))
+    link = between_cuda_devices()
+    return Cluster(devices=tuple(devices), nodes=(0,) * count, intra=link, inter=link)
+
+
+def _this_cpu(count: int) -> Cluster:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // count
+    device = Device(name="CPU rank", kind="cpu", memory_bytes=memory, overhead_bytes=min(memory, 400 * 2**20))
+    link = loopback()
+    return Cluster(devices=(device,) * count, nodes=(0,) * count, intra=link, inter=link)
+
+
+def _threads_of_a_rank(cluster: Cluster) -> int:
+    ranks_here = max(cluster.nodes.count(node) for node in set(cluster.nodes))
+    return max(1, (os.cpu_count() or 1) // ranks_here)
+
+
+def _check_fits(model: nn.Module, profile: Profile) -> None:
+    found = fingerprint(model)
+    if profile.fingerprint and profile.fingerprint != found:
+        raise PlanMismatchError(
+            f"the profile is of another model: its fingerprint is {profile.fingerprint} ({profile.model}), this "
+            f"{type(model).__name__} has {found}; measure again, or pass the model it was made from"
+        )
+
+
+def _told_inputs(model: nn.Module) -> tuple[Any, str]:
+    """Inputs where they can be told safely, and the assumption in words."""
+    config = getattr(model, "config", None)
+    generates = getattr(model, "can_generate", None)
+    if config is not None and hasattr(config, "vocab_size") and callable(generates) and generates():
+        positions = getattr(config, "max_position_embeddings", None) or 1024
+        length = min(1024, int(positions))
+        tokens = torch.zeros(8, length, dtype=torch.long) + torch.arange(length) % int(config.vocab_size)
+        return {"input_ids": tokens, "labels": tokens.clone()}, f"no inputs were given: assumed 8 x {length} tokens"
+    example = getattr(model, "example_input_array", None)
+    if example is not None:
+        return example, "no inputs were given: took the model's example_input_array"
+    if isinstance(model, nn.Sequential) and len(model):
+        first = model[0]
+        if isinstance(first, nn.Linear):
+            return torch.randn(32, first.in_features), f"no inputs were given: assumed 32 x {first.in_features} numbers"
+        if isinstance(first, nn.Embedding):
+            tokens = torch.arange(32 * 128).reshape(32, 128) % first.num_embeddings
+            return tokens, "no inputs were given: assumed 32 x 128 tokens"
+    raise ArgumentError(
+        f"the inputs of {type(model).__name__} cannot be told: pass one batch, "
+        f"partition(model, example_inputs, gpus=...), a tensor, a tuple of arguments or a dict of keyword arguments"
+    )
+
+
+def _progress(progress: bool | Progress | None) -> tuple[Progress, Callable[[], None]]:
+    """What to tell while working: a bar on stderr where that is a terminal, nothing elsewhere."""
+    if callable(progress):
+        return progress, lambda: None
+    if progress is False or (progress is None and not sys.stderr.isatty()):
+        return (lambda what, share: None), (lambda: None)
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    bar = Bar(console=Console(stderr=True), transient=True)
+    task = bar.add_task("", total=1.0)
+    bar.start()
+    return (lambda what, share: bar.update(task, description=what, completed=share)), bar.stop

@@ -1,0 +1,109 @@
+"""Run one micro-batch sliced and unsliced, and refuse a split whose loss or gradients are not the model's own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+from torch import nn
+
+from partitioner.capture import untouched
+from partitioner.errors import UnsupportedModelError
+from partitioner.losses import Loss
+from partitioner.microbatches import MicroBatch
+from partitioner.profiles import Profile
+from partitioner.slicing import Slice, chain
+
+TOLERANCE = 1e-4
+"""Of the largest gradient of a parameter; one device differs from itself by less (fp32, other order of sums)."""
+
+
+def check_split(
+    model: nn.Module,
+    profile: Profile,
+    stage_of: Mapping[str, int],
+    part: MicroBatch,
+    loss: Loss,
+    *,
+    seed: int = 0,
+) -> float:
+    """The worst relative difference of the loss and of any gradient, sliced against unsliced; the model is untouched.
+
+    Stages one after another draw random numbers in the order of the whole forward, so dropout may stay on. Difference
+    is relative to the gradient's largest entry, or to 1e-4 of the model's largest where that is larger (some true
+    gradients are 0). UnsupportedModelError where it is more than `TOLERANCE` and more than the model differs from
+    itself.
+    """
+    with untouched(model), torch.enable_grad():
+        whole = _results(model, seed, lambda: _plain(model, part, loss))
+        parts = [Slice(model, profile, stage_of, stage) for stage in range(max(stage_of.values()) + 1)]
+
+        def sliced() -> torch.Tensor:
+            runs, backward = chain(parts, part.args, part.kwargs, before_each=lambda: _seed_python(seed))
+            value = loss.of(runs[-1].output, part.target)
+            backward(value)
+            return value.detach()
+
+        found = _results(model, seed, sliced)
+        worst, where = _worst(whole, found)
+        if not worst <= TOLERANCE:
+            again = _results(model, seed, lambda: _plain(model, part, loss))
+            own, _ = _worst(whole, again)
+            if not worst <= 2 * own:
+                raise UnsupportedModelError(_refusal(profile, stage_of, worst, where))
+    return worst
+
+
+def _refusal(profile: Profile, stage_of: Mapping[str, int], worst: float, where: str) -> str:
+    ids = [layer.id for layer in profile.layers]
+    cuts = [name for before, name in zip(ids, ids[1:], strict=False) if stage_of[name] != stage_of[before]]
+    return (
+        f"cut before {', '.join(cuts)}, {where} differs by {worst:.1e} of its size from the uncut model's (allowed "
+        f"{TOLERANCE:.0e}): the model keeps or changes something that slicing does not see. Pin the layers around the "
+        f"cut to one stage (pin={{layer id: stage}}), or use replicas only (mesh={{'dp': n}})"
+    )
+
+
+def _seed_python(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def _plain(model: nn.Module, part: MicroBatch, loss: Loss) -> torch.Tensor:
+    value = loss.of(model(*part.args, **part.kwargs), part.target)
+    value.backward()  # type: ignore[no-untyped-call]
+    return value.detach()
+
+
+def _results(model: nn.Module, seed: int, run: Callable[[], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The loss and every gradient of one run from the same random state."""
+    torch.manual_seed(seed)
+    _seed_python(seed)
+    for parameter in model.parameters():
+        parameter.grad = None
+    results = {"the loss": run()}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            gradient = parameter.grad
+            results[f"the gradient of {name}"] = gradient.to_dense() if gradient.is_sparse else gradient
+    return results
+
+
+def _worst(expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> tuple[float, str]:
+    sizes = {name: float(value.abs().max()) if value.numel() else 0.0 for name, value in expected.items()}
+    largest = max(sizes.values(), default=0.0)
+    worst, where = 0.0, "nothing"
+    for name in {**expected, **found}:
+        reference, other = expected.get(name), found.get(name)
+        if reference is None or other is None:
+            present = reference if reference is not None else other
+            assert present is not None
+            error = 0.0 if not bool(present.any()) else float("inf")
+        else:
+            scale = max(sizes[name], 1e-4 * largest) or 1.0
+            error = float((other - reference).abs().max()) / scale if reference.numel() else 0.0
+        if not error <= worst:
+            worst, where = error, name
+    return worst, where
