@@ -8,7 +8,8 @@ from partitioner.plan import Alternative, Plan, Stage
 from partitioner.profiles import Profile
 from partitioner.simulator import predict, single_device
 from partitioner.solver.explain import reasons
-from partitioner.solver.search import Found, Searched, search
+from partitioner.solver.problem import Found
+from partitioner.solver.search import Searched, search
 from partitioner.solver.settings import check_request, mesh_levels
 from partitioner.solver.shortage import shortage
 from partitioner.specs import Cluster, Training
@@ -29,12 +30,11 @@ def solve(profile: Profile, cluster: Cluster, training: Training) -> Plan:
     """
     graph = CostGraph(profile)
     check_request(graph, cluster, training)
-    levels = mesh_levels(graph, cluster, training)
-    for meshes in levels:
+    for meshes in mesh_levels(graph, cluster, training):
         searched = search(graph, cluster, training, meshes)
         if searched.found:
             return _plan(graph, cluster, training, searched)
-    raise InfeasibleError(shortage(graph, cluster, training, levels))
+    raise InfeasibleError(shortage(graph, cluster, training))
 
 
 def _plan(graph: CostGraph, cluster: Cluster, training: Training, searched: Searched) -> Plan:
@@ -66,7 +66,7 @@ def _plan(graph: CostGraph, cluster: Cluster, training: Training, searched: Sear
         prediction=prediction,
         lower_bound_s=min(searched.lower_bound_s, prediction.step_s + prediction.optimizer_s),
         runners_up=_runners_up(graph, searched),
-        why=reasons(graph, cluster, training, best, prediction, searched),
+        why=reasons(best, prediction, searched),
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +15,9 @@ from partitioner.solver.evaluate import Replayer, all_reduce_times, link_times
 from partitioner.specs import Link
 
 Floats = NDArray[np.float64]
+
+PRECISION = 1e-5
+"""Relative, of bounds that are bisected."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,7 @@ class Bounds:
         path        S + (m - 1) max(F, B)      some stage's m forwards (or backwards), with one micro-batch's way
                                                before and after them; gpipe: S + (m - 1) (max F + max B)
         place       max over s of  C_0 + ... + C_{s-1} + m C_s
-                                               the first forward's way to stage s, its work, the last backward's way home
+                                               the first forward's way to stage s, its work, the last backward's way
 
     `path` and `place` need every stage to wait for the one before it (`graph.linked`); elsewhere only `busy` holds.
     Stage 0 ends last, so its sync adds to them: it has the layers before the first possible cut. Every stage's own sync
@@ -53,8 +58,8 @@ class Bounds:
                 bound = max(bound, float(costs.before_s[-1]) / fastest + (m - 1) * max(forward, backward))
         return bound + self._optimizer_s()
 
-    def tight(self) -> float:
-        """O(p n log n): all of the above, at their exact minima over splits."""
+    def tight(self, target_s: float = math.inf) -> float:
+        """O(p n log n): all of the above, at their minima over splits; no more than `target_s` where they reach it."""
         m, p = self.replayer.setting.num_microbatches, self.replayer.setting.num_stages
         costs, schedule = self.replayer.costs, self.replayer.setting.schedule
         bound = 0.0
@@ -69,10 +74,10 @@ class Bounds:
                 first_sync = self._first_sync_s()
                 bound = max(bound, way + (m - 1) * repeated + first_sync)
                 if p > 1:
-                    bound = self._placed(bound, speeds, first_sync)
+                    bound = self._placed(bound, speeds, first_sync, target_s - self._optimizer_s())
         return bound * (1 - 10 * TOLERANCE) + self._optimizer_s()
 
-    @property
+    @cached_property
     def _in_line(self) -> bool:
         return bool(self.graph.linked[self.starts[1:].any(axis=0)].all())
 
@@ -103,21 +108,27 @@ class Bounds:
         first = int(np.argmax(self.starts[1])) if setting.num_stages > 1 else n
         return float(self._sync_s(np.array([0]), np.array([first]))[0])
 
+    @cached_property
+    def _sync_links(self) -> set[Link]:
+        return {self.replayer.cluster.slowest_link(ranks) for ranks in self.replayer.setting.ranks}
+
     def _sync_s(self, first: NDArray[np.int64], last: NDArray[np.int64]) -> Floats:
         """Seconds that any stage of these layers syncs over replicas at least."""
-        links: set[Link] = {self.replayer.cluster.slowest_link(ranks) for ranks in self.replayer.setting.ranks}
         num_bytes = self.graph.trainable_bytes(first, last)
-        times = [all_reduce_times(link, num_bytes, self.replayer.setting.num_replicas) for link in links]
-        return np.min([time for time in times], axis=0)
+        times = [all_reduce_times(link, num_bytes, self.replayer.setting.num_replicas) for link in self._sync_links]
+        least: Floats = np.minimum.reduce(times)
+        return least
 
-    def _placed(self, bound: float, speeds: Floats, first_sync: float) -> float:
-        """The `place` bound, or `bound` where that is larger: bisected, with the set of positions a stage can start at."""
+    def _placed(self, bound: float, speeds: Floats, first_sync: float, target_s: float) -> float:
+        """The `place` bound, or `bound` where that is larger, or the target where it lies above."""
         if self._possible(bound, speeds, first_sync):
             return bound
+        if target_s < math.inf and not self._possible(target_s, speeds, first_sync):
+            return target_s
         low, high = bound, 2 * bound
         while not self._possible(high, speeds, first_sync):
             low, high = high, 2 * high
-        for _ in range(30):
+        while high - low > PRECISION * low:
             middle = (low + high) / 2
             if self._possible(middle, speeds, first_sync):
                 high = middle
@@ -126,20 +137,15 @@ class Bounds:
         return low
 
     def _possible(self, bound: float, speeds: Floats, first_sync: float) -> bool:
-        costs, m = self.replayer.costs, self.replayer.setting.num_microbatches
-        n = self.graph.num_layers
-        starts = np.array([0])
+        """Whether stages that keep the `place` bound reach the end, by the set of positions each can start at."""
+        n, starts = self.graph.num_layers, np.array([0])
+        reach: dict[tuple[float, float], NDArray[np.int64]] = {}
         for s, speed in enumerate(speeds.tolist()):
-            before = float(speeds[:s].max()) if s else 1.0
-            slack = 1 + TOLERANCE
-            room = ((bound - first_sync) * slack - costs.before_s[starts] / before) * speed / m
-            ends = np.searchsorted(costs.before_s, costs.before_s[starts] + room, side="right") - 1
-            if self.replayer.setting.num_replicas > 1:
-                ends = self._before_sync(starts, ends, bound * slack - costs.forward_before_s[starts] / before, speed / m)
-            change = np.zeros(n + 2)
-            good = ends > starts
-            np.add.at(change, starts[good] + 1, 1)
-            np.add.at(change, ends[good] + 1, -1)
+            fastest = float(speeds[: max(s, 1)].max())  # of the stages before; nothing is before stage 0
+            if (speed, fastest) not in reach:
+                reach[speed, fastest] = self._ends(bound * (1 + TOLERANCE), speed, fastest, first_sync)
+            ends = reach[speed, fastest][starts]
+            change = np.bincount(starts + 1, minlength=n + 2) - np.bincount(ends + 1, minlength=n + 2)
             covered = np.cumsum(change)[: n + 1] > 0
             if s + 1 == len(speeds):
                 return bool(covered[n])
@@ -148,15 +154,20 @@ class Bounds:
                 return False
         return False
 
-    def _before_sync(
-        self, starts: NDArray[np.int64], ends: NDArray[np.int64], room: Floats, rate: float
-    ) -> NDArray[np.int64]:
-        """The largest ends, at most `ends`, whose work / rate and sync fit into `room`; bisected, all at once."""
-        before_s = self.replayer.costs.before_s
-        low, high = starts.copy(), np.maximum(starts, ends)  # low is possible (nothing to do), the answer is in [low, high]
+    def _ends(self, bound: float, speed: float, fastest: float, first_sync: float) -> NDArray[np.int64]:
+        """[n] how far a stage from each position can go; the position itself: nowhere."""
+        costs, m, n = self.replayer.costs, self.replayer.setting.num_microbatches, self.graph.num_layers
+        starts = np.arange(n)
+        before_s, work_s = costs.before_s[:-1], costs.before_s
+        room = (bound - first_sync - before_s / fastest) * (speed / m)
+        ends = np.maximum(np.searchsorted(work_s, before_s + room, side="right") - 1, starts)
+        if self.replayer.setting.num_replicas == 1:
+            return ends
+        left = bound - costs.forward_before_s[:-1] / fastest
+        low, high = starts, ends  # low is possible (nothing to do); the largest possible end is in [low, high]
         while (low < high).any():
             middle = (low + high + 1) // 2
-            some = np.maximum(middle, starts + 1).clip(max=self.graph.num_layers)
-            good = (before_s[middle] - before_s[starts]) / rate + self._sync_s(starts, some) <= room
+            sync_s = self._sync_s(starts, np.maximum(middle, starts + 1))
+            good = (work_s[middle] - before_s) * (m / speed) + sync_s <= left
             low, high = np.where(good, middle, low), np.where(good, high, middle - 1)
         return low

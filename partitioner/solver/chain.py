@@ -19,7 +19,7 @@ TOLERANCE = 1e-12
 
 
 class Split(NamedTuple):
-    """Where to cut, and its figures: seconds of one micro-batch through all stages and hops, and of the slowest stage."""
+    """Where to cut; seconds of one micro-batch through all stages and hops, and of the slowest stage."""
 
     cuts: tuple[int, ...]
     sum_s: float
@@ -28,7 +28,7 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True)
 class Chain:
-    """n layers to be cut into p stages. Boundary s is where stage s begins; boundary 0 is 0, and n ends the last stage."""
+    """n layers to be cut into p stages. Boundary s is where stage s begins: 0 for the first; n ends the last one."""
 
     prefix_s: Floats
     """[n + 1] seconds of the layers before each position, forward and backward of one micro-batch, at speed 1."""
@@ -39,7 +39,7 @@ class Chain:
     hops_s: Floats
     """[p, n + 1] seconds of one micro-batch's transfer into stage s, there and back, when it begins at a position."""
     fits: Callable[[int, Any, Any], Any] | None = None
-    """fits(stage, first, last): whether the layers [first, last) fit the stage's memory; arrays broadcast. None: always."""
+    """fits(stage, first, last): whether these layers fit the stage's memory; arrays broadcast. None: always."""
     roomy: Callable[[int, Any, Any], Any] | None = None
     """As `fits`, but only necessary, and monotone: what holds for a stage holds for every part of it."""
 
@@ -98,7 +98,7 @@ def smallest_bottleneck(chain: Chain) -> float:
     when stages that each take all that fits within T reach the end: O(p log n). With unequal speeds a late start can
     leave a layer to a device too slow for it, and all positions that a stage can start at are followed: O(p n).
     """
-    prefix = chain.prefix_s.tolist()
+    prefix: list[float] = chain.prefix_s.tolist()
     attained = _by_longest(chain, prefix) if len(set(chain.speeds)) == 1 else _by_reach(chain)
     largest_layer = max(b - a for a, b in pairwise(prefix))
     low = max(prefix[-1] / sum(chain.speeds), largest_layer / max(chain.speeds))
@@ -161,14 +161,14 @@ def cheapest_split(chain: Chain, bottleneck: float = float("inf")) -> Split | No
         best[s + 1][j] = hop(s + 1, j) + min over i of best[s][i] + seconds(s, i, j),
                          seconds(s, i, j) <= bottleneck, fits(s, i, j)
 
-    Seconds are differences of prefix sums, so the minimum is one over a sliding window: O(p n log n). Memory narrows the
-    window where it is monotone (`roomy`); where the split so found does not fit (`fits` is not monotone: what crosses a
-    cut can be wide or narrow), the DP is run again over every pair of the windows, O(p n w) for windows of w.
+    Seconds are differences of prefix sums, so the minimum is one over a sliding window: O(p n log n). Memory narrows
+    the window where it is monotone (`roomy`); where the split so found does not fit (`fits` is not monotone: what
+    crosses a cut can be wide or narrow), the DP is run again over every pair of the windows, O(p n w) for width w.
     """
     split = _shortest(chain, bottleneck, [None] * chain.num_stages)
     if split is None or chain.fits is None or _all_fit(chain, split.cuts):
         return split
-    nearest = [_nearest(chain, s) for s in range(chain.num_stages)]
+    nearest: list[NDArray[np.int64] | None] = [_nearest(chain, s) for s in range(chain.num_stages)]
     split = _shortest(chain, bottleneck, nearest)
     if split is None or _all_fit(chain, split.cuts):
         return split
@@ -182,7 +182,7 @@ def _all_fit(chain: Chain, cuts: tuple[int, ...]) -> bool:
 
 
 def _nearest(chain: Chain, stage: int) -> NDArray[np.int64]:
-    """[n + 1] for each end j the smallest i such that [i, j) is roomy enough, j where none is: bisected, all j at once."""
+    """[n + 1] for each end j the smallest i such that [i, j) is roomy enough, j where none is; bisected together."""
     assert chain.roomy is not None
     ends = np.arange(chain.num_layers + 1)
     low, high = np.zeros_like(ends), ends.copy()  # the answer is in [low, high]

@@ -31,9 +31,9 @@ class Replayer:
         alike: dict[Any, tuple[int, ...]] = {}
         for ranks in by_replica:
             speeds = tuple(cluster.devices[rank].relative_speed for rank in ranks)
-            places = [cluster.nodes[rank] for rank in ranks]
-            links = tuple(a == b for a in places for b in places)
-            alike.setdefault((speeds, links), ranks)
+            nodes = [cluster.nodes[rank] for rank in ranks]
+            together = tuple(nodes.index(node) for node in nodes)  # alike where the same stages share nodes
+            alike.setdefault((speeds, together), ranks)
         self.replicas = tuple(alike.values())
         """Ranks by stage, one for all replicas that take the same time."""
 
@@ -115,7 +115,7 @@ class Replayer:
         return outgoing
 
     def _moved(self, edges: Ints) -> dict[tuple[int, int], tuple[NDArray[np.bool_], Floats, Floats]]:
-        """(source, target) -> [rows] whether anything moves, its bytes for one micro-batch, and those of its gradient."""
+        """(source, target) -> [rows] whether anything moves, its bytes for one micro-batch, its gradient's bytes."""
         p, rows = self.setting.num_stages, len(edges)
         moved: dict[tuple[int, int], tuple[NDArray[np.bool_], Floats, Floats]] = {}
 
@@ -159,7 +159,8 @@ class Replayer:
                 for r, ranks in enumerate(self.replicas):
                     link = cluster.slowest_link(tuple(ranks[owner] for owner in owners))
                     shared[r][np.ix_(rows, owners)] += link.all_reduce_time(parameter.bytes, len(owners))
-        return seconds + shared.max(axis=0)
+        total: Floats = seconds + shared.max(axis=0)
+        return total
 
 
 def _stage_at(edges: Ints, position: int) -> Ints:
@@ -173,7 +174,8 @@ def link_times(link: Link, num_bytes: Floats) -> Floats:
     sizes, seconds = np.array(link.sizes_bytes, float), np.array(link.seconds)
     k = np.clip(np.searchsorted(sizes, num_bytes), 1, len(sizes) - 1)
     slope = (seconds[k] - seconds[k - 1]) / (sizes[k] - sizes[k - 1])
-    return np.maximum(0.0, seconds[k - 1] + slope * (num_bytes - sizes[k - 1]))
+    times: Floats = np.maximum(0.0, seconds[k - 1] + slope * (num_bytes - sizes[k - 1]))
+    return times
 
 
 def all_reduce_times(link: Link, num_bytes: Floats, num_ranks: int) -> Floats:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from partitioner.errors import ArgumentError
 from partitioner.graph import CostGraph
@@ -78,7 +79,7 @@ def _check_pins(graph: CostGraph, training: Training) -> None:
             f"{', '.join(graph.ids[:4])}{', ...' if graph.num_layers > 4 else ''}"
         )
     pins = sorted(pinned_positions(graph, training).items())
-    for (first, stage), (second, later) in zip(pins, pins[1:], strict=False):
+    for (first, stage), (second, later) in pairwise(pins):
         if later < stage:
             raise ArgumentError(
                 f"pin puts layer {graph.ids[first]} on stage {stage} and the later layer {graph.ids[second]} on stage "

@@ -1,0 +1,220 @@
+"""One setting: its chain, its memory, its clock, and the best of its splits."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from partitioner.graph import CostGraph
+from partitioner.memory import interval_memory, memory_limit
+from partitioner.schedule import in_flight
+from partitioner.solver.bounds import Bounds
+from partitioner.solver.chain import Chain, Flags, best_split
+from partitioner.solver.evaluate import Replayer, link_times
+from partitioner.solver.settings import Setting
+from partitioner.specs import Cluster, Training
+
+Ints = NDArray[np.int64]
+
+FEW_SPLITS = 2_000
+"""Up to so many splits of a setting are all replayed."""
+MOST_NEIGHBOURS = 400
+MOST_ROUNDS = 12
+CLOSE = 1e-9
+"""Relative; times that differ by less are equal, and the simpler setting wins."""
+
+
+class Problem:
+    """One setting with its chain, its memory and its clock."""
+
+    def __init__(self, graph: CostGraph, cluster: Cluster, training: Training, setting: Setting, starts: Flags) -> None:
+        self.graph, self.cluster, self.training, self.setting, self.starts = graph, cluster, training, setting, starts
+        self.replayer = Replayer(graph, cluster, setting)
+        self.bounds = Bounds(self.replayer, starts)
+        p, m = setting.num_stages, setting.num_microbatches
+        self.held = np.array([in_flight(setting.schedule, stage, p, m) for stage in range(p)])
+        devices = [[cluster.devices[rank] for rank in ranks] for ranks in setting.ranks]
+        smallest = [min(some, key=lambda one: memory_limit(one, training) - one.overhead_bytes) for some in devices]
+        self.overhead = np.array([device.overhead_bytes for device in smallest])
+        self.room = np.array([memory_limit(device, training) for device in smallest]) - self.overhead
+        """Bytes of each stage's smallest device, less its overhead."""
+
+    def with_room(self, extra_bytes: float) -> Problem:
+        """The same with more memory on every device."""
+        other = copy.copy(self)
+        other.room = self.room + extra_bytes
+        return other
+
+    def bytes(self, stage: Any, first: Any, last: Any) -> Any:
+        """Bytes of the layers [first, last) as that stage, overhead left out; arrays broadcast."""
+        return sum(np.ceil(value) for value in self._items(stage, first, last).values())
+
+    def fits(self, stage: Any, first: Any, last: Any) -> Any:
+        return self.bytes(stage, first, last) <= self.room[stage]
+
+    def roomy(self, stage: Any, first: Any, last: Any) -> Any:
+        """What grows with the stage alone."""
+        items = self._items(stage, first, last)
+        kept = ("weights", "buffers", "gradients", "optimizer", "activations")
+        return sum(items[name] for name in kept) <= self.room[stage]
+
+    def _items(self, stage: Any, first: Any, last: Any) -> dict[str, Any]:
+        return interval_memory(
+            self.graph,
+            self.training,
+            first,
+            last,
+            samples=self.setting.samples,
+            held=self.held[stage],
+            replicated=self.setting.num_replicas > 1,
+        )
+
+    def fitting(self, cuts: Ints) -> Any:
+        """[rows] whether all stages of each split fit."""
+        edges = self._edges(cuts)
+        return self.fits(np.arange(self.setting.num_stages), edges[:, :-1], edges[:, 1:]).all(axis=1)
+
+    def never_short(self) -> bool:
+        """Whether memory cannot bind: all layers together, at the most in flight, with the widest cut on both sides."""
+        costs = self.graph.at(self.setting.samples)
+        most = int(np.argmax(self.held))
+        whole = float(sum(self._items(most, 0, self.graph.num_layers).values()))
+        edges = 2 * (int(self.held[most]) + 1) * float(costs.crossing_bytes.max())
+        return whole + edges + len(self.held) * 8 <= float(self.room.min())
+
+    def chain(self, unlimited: bool = False) -> Chain:
+        """The first-order view: equal replicas at their slowest, everything that crosses a cut goes over it."""
+        costs, cluster, setting = self.graph.at(self.setting.samples), self.cluster, self.setting
+        speeds = tuple(min(cluster.devices[rank].relative_speed for rank in ranks) for ranks in setting.ranks)
+        hops = np.zeros(self.starts.shape)
+        for s in range(1, setting.num_stages):
+            links = {cluster.link(a, b) for a, b in zip(setting.ranks[s - 1], setting.ranks[s], strict=True)}
+            times = [
+                link_times(link, costs.crossing_bytes) + link_times(link, costs.crossing_gradient_bytes)
+                for link in links
+            ]
+            hops[s] = np.max(times, axis=0)
+        free = unlimited or self.never_short()
+        return Chain(
+            costs.before_s,
+            speeds,
+            self.starts,
+            hops,
+            fits=None if free else self.fits,
+            roomy=None if free else self.roomy,
+        )
+
+    def best(self) -> Found | None:
+        """The best split found; None: none fits."""
+        boundaries = [np.flatnonzero(row) for row in self.starts[1:]]
+        num_splits = math.prod(len(row) for row in boundaries)
+        if not boundaries or num_splits <= FEW_SPLITS or self._count(boundaries) <= FEW_SPLITS:
+            return self._choose(_all_splits(boundaries), proven=True)
+        proposed = best_split(self.chain(), weight=self.setting.num_microbatches - 1, tolerance=1e-3)
+        if not proposed:
+            return None
+        found = self._choose(np.array([*(split.cuts for split in proposed), *self._even(boundaries)]))
+        return None if found is None else self._improve(found)
+
+    def _count(self, boundaries: list[Ints]) -> int:
+        """The number of splits."""
+        ways = np.ones(self.graph.num_layers + 1)
+        for row in reversed(boundaries):  # ways[k]: to place this boundary and later ones after position k
+            here = np.zeros(len(ways))
+            here[row] = ways[row]
+            ways = np.append(np.cumsum(here[::-1])[::-1][1:], 0.0)
+        return int(min(ways[0], 2.0**60))
+
+    def _even(self, boundaries: list[Ints]) -> Iterable[tuple[int, ...]]:
+        """The split into equal numbers of layers, as near as the possible cuts allow."""
+        n, p = self.graph.num_layers, self.setting.num_stages
+        cuts: list[int] = []
+        for s, row in enumerate(boundaries, start=1):
+            later = row[row > (cuts[-1] if cuts else 0)]
+            if not len(later):
+                return
+            cuts.append(int(later[np.argmin(np.abs(later - n * s / p))]))
+        yield tuple(cuts)
+
+    def _choose(self, cuts: Ints, proven: bool = False) -> Found | None:
+        cuts = cuts[self.fitting(cuts)]
+        if not len(cuts):
+            return None
+        totals = self.replayer.total_s(cuts)
+        near = np.flatnonzero(totals <= totals.min() * (1 + CLOSE))
+        rows = sorted((tuple(map(int, cuts[k])), float(totals[k])) for k in near)
+        return Found(rows[0][1], self, rows[0][0], proven)
+
+    def _improve(self, found: Found) -> Found:
+        """Hill climbing: all runs of consecutive cuts moved together by one step, first long steps, then short ones.
+
+        Moving a run hands one layer from the stage after it to the stage before it, and leaves the sizes between alike.
+        """
+        n, p = self.graph.num_layers, self.setting.num_stages
+        step = 1 << max(0, (n // (4 * p)).bit_length() - 1)
+        for _ in range(MOST_ROUNDS):
+            better = self._choose(self._neighbours(found.cuts, step))
+            if better is not None and better.total_s < found.total_s * (1 - CLOSE):
+                found = better
+            elif step == 1:
+                break
+            else:
+                step //= 2
+        return found
+
+    def _neighbours(self, cuts: tuple[int, ...], step: int) -> Ints:
+        num_cuts = len(cuts)
+        longest = max(1, min(num_cuts, MOST_NEIGHBOURS // (2 * num_cuts)))
+        runs = [(a, b) for length in range(1, longest + 1) for a, b in _runs(num_cuts, length)]
+        moved = np.tile(np.array(cuts), (2 * len(runs), 1))
+        for k, (a, b) in enumerate(runs):
+            moved[2 * k, a:b] += step
+            moved[2 * k + 1, a:b] -= step
+        edges = self._edges(moved)
+        inside = ((moved > 0) & (moved < self.graph.num_layers)).all(axis=1) & (np.diff(edges, axis=1) > 0).all(axis=1)
+        moved = moved[inside]
+        allowed: Ints = moved[self.starts[np.arange(1, num_cuts + 1), moved].all(axis=1)]
+        return allowed
+
+    def _edges(self, cuts: Ints) -> Ints:
+        rows = len(cuts)
+        return np.column_stack((np.zeros(rows, int), cuts, np.full(rows, self.graph.num_layers)))
+
+
+class Found(NamedTuple):
+    """The best split found of one setting."""
+
+    total_s: float
+    """Step + optimizer."""
+    problem: Problem
+    cuts: tuple[int, ...]
+    proven: bool
+    """Every split of the setting was replayed: none is faster."""
+
+    @property
+    def setting(self) -> Setting:
+        return self.problem.setting
+
+    def rank(self) -> tuple[Any, ...]:
+        """Order of preference: the time to nine digits, fewer stages, fewer micro-batches, less memory, earlier cuts."""
+        setting = self.setting
+        digits = float(f"{self.total_s:.9e}")
+        return (digits, setting.num_stages, setting.num_microbatches, setting.schedule != "1f1b", self.cuts)
+
+
+def _runs(num_cuts: int, length: int) -> Iterable[tuple[int, int]]:
+    return ((a, a + length) for a in range(num_cuts - length + 1))
+
+
+def _all_splits(boundaries: list[Ints]) -> Ints:
+    """[rows, p - 1] every ascending choice of one position a boundary."""
+    rows = np.zeros((1, 0), dtype=np.int64)
+    for row in boundaries:
+        pairs = np.column_stack((np.repeat(rows, len(row), axis=0), np.tile(row, len(rows))))
+        rows = pairs if rows.shape[1] == 0 else pairs[pairs[:, -1] > pairs[:, -2]]
+    return rows
