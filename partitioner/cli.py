@@ -83,7 +83,11 @@ def _plan_of_model(options: argparse.Namespace) -> Any:
         raise ArgumentError("say which devices to plan for: --gpus 4 or --gpus 8xH100")
     from partitioner.api import partition
 
-    _check_names(partition, arguments, options.factory)
+    unknown = arguments.keys() - inspect.signature(partition).parameters.keys()
+    if unknown:
+        raise ArgumentError(
+            f"{options.factory} returned {', '.join(sorted(unknown))}: partition() has no such argument"
+        )
     return partition(**arguments)
 
 
@@ -92,6 +96,8 @@ def _plan_of_profile(options: argparse.Namespace) -> Any:
         raise ArgumentError("say what to plan: pkg.mod:factory, or --profile profile.json")
     if options.gpus is None or options.batch_size is None:
         raise ArgumentError("a plan from a profile alone needs --gpus, like 8xH100, and --batch-size")
+    if options.gpus.isdigit():
+        raise ArgumentError(f"--gpus {options.gpus} counts this machine's devices: name them, like {options.gpus}xH100")
     from partitioner.profiles import Profile
     from partitioner.solver import solve
     from partitioner.specs import OPTIMIZER_BYTES, Cluster, Training, parse_bytes
@@ -112,8 +118,7 @@ def _profile(options: argparse.Namespace) -> Outcome:
     arguments = _arguments(options.factory) | _given(options, ("device",))
     from partitioner.profiler import profile
 
-    accepted = inspect.signature(profile).parameters
-    result = profile(**{name: value for name, value in arguments.items() if name in accepted})
+    result = _call(profile, options.factory, arguments)
     _save(result, options.output)
     return Outcome(result)
 
@@ -146,8 +151,7 @@ def _verify(options: argparse.Namespace) -> Outcome:
 
     plan = load(options.plan)
     arguments = _arguments(options.factory)
-    accepted = inspect.signature(verify).parameters
-    verification = verify(plan, **{name: value for name, value in arguments.items() if name in accepted})
+    verification = _call(verify, options.factory, {"plan": plan, **arguments})
     return Outcome(verification, 0 if verification.passed else 1)
 
 
@@ -313,10 +317,13 @@ def _own_faults(where: str) -> Iterator[None]:
         raise ArgumentError(f"{where} raised {type(error).__name__}: {error}{at}") from error
 
 
-def _check_names(function: Callable[..., Any], arguments: dict[str, Any], where: str) -> None:
-    unknown = arguments.keys() - inspect.signature(function).parameters.keys()
-    if unknown:
-        raise ArgumentError(f"{where} returned {', '.join(sorted(unknown))}: partition() has no such argument")
+def _call(function: Callable[..., Any], where: str, arguments: dict[str, Any]) -> Any:
+    """Call it with those of partition()'s arguments that it takes too."""
+    known = inspect.signature(function).parameters
+    missing = [name for name, known_as in known.items() if known_as.default is known_as.empty and name not in arguments]
+    if missing:
+        raise ArgumentError(f"{where} returned no {', '.join(missing)}: {function.__name__} needs it")
+    return function(**{name: value for name, value in arguments.items() if name in known})
 
 
 def _checked(kind: Callable[..., Any], **fields: Any) -> Any:

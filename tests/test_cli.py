@@ -279,6 +279,13 @@ def test_what_a_factory_returns_is_named_as_partition_names_it(folder: Path) -> 
     assert arguments("job:named") == {"batch_dim": 1}
 
 
+def test_a_factory_without_inputs_cannot_be_profiled(run: Any, folder: Path) -> None:
+    (folder / "job.py").write_text("def make(): return print")
+    ran = run("profile", "job:make")
+    assert ran.code == 2
+    assert "job:make returned no example_inputs: profile needs it" in ran.err
+
+
 def test_a_plan_needs_devices_and_something_to_plan(run: Any, folder: Path) -> None:
     (folder / "job.py").write_text("def make(): return print")
     assert "--gpus" in run("plan", "job:make").err
@@ -319,6 +326,7 @@ def test_a_plan_that_cannot_fit_is_3(run: Any, folder: Path) -> None:
     ("option", "value", "said"),
     [
         ("--gpus", "2xZ9", "not known"),
+        ("--gpus", "2", "like 2xH100"),
         ("--memory-limit", "1Gb", "bits"),
         ("--schedule", "zigzag", "--schedule zigzag"),
         ("--optimizer", "lion", "sgd-momentum"),

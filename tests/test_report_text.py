@@ -187,6 +187,20 @@ def test_equal_layers_in_a_row_share_a_line() -> None:
     assert [row[:2] for row in rows] == [("block.0 … block.3", "4"), ("block.4", "1"), ("block.5", "1")]
 
 
+def test_a_long_profile_leaves_out_its_middle_but_sums_it() -> None:
+    (table,) = tables(given_profile(100))
+    counts = [int(row[1]) for row in table.rows]
+    assert len(counts) == 41
+    assert sum(counts) == 100
+    assert value(table.total[3]) == pytest.approx(2e-3 * 5050, rel=5e-3)
+
+
+def test_the_whole_step_is_shown_beside_the_sum_of_its_layers() -> None:
+    """Layers of 2 samples take 3 x (2 + 4 + 6 + 8) = 60 ms."""
+    shown = facts(given_profile(step_s=(0.025, 0.050), unattributed_s=(-0.005, -0.010)))
+    assert shown["whole step"] == "50.0 ms; its layers add up to 60.0 ms (+20.0 %)"
+
+
 def test_a_cost_graph_shows_its_narrowest_cut() -> None:
     tensors = tuple(
         tensor.model_copy(update={"bytes_at": (10 * k + 10, 20 * k + 20)})

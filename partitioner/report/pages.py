@@ -216,8 +216,11 @@ def profile_page(profile: Profile) -> Page:
         ("optimizer step", f"{seconds(profile.optimizer_s)} ({profile.optimizer})"),
     ]
     if profile.step_s:
-        whole, apart = profile.step_s[-1], profile.unattributed_s[-1] if profile.unattributed_s else 0.0
-        facts.append(("whole step", f"{seconds(whole)}, of which {seconds(apart)} are in no layer"))
+        layers_s = sum(layer.costs[-1].forward_s + layer.costs[-1].backward_s for layer in profile.layers)
+        apart = f"{100 * (layers_s / profile.step_s[-1] - 1):+.1f} %" if profile.step_s[-1] else "-"
+        facts.append(
+            ("whole step", f"{seconds(profile.step_s[-1])}; its layers add up to {seconds(layers_s)} ({apart})")
+        )
     if profile.no_cut:
         facts.append(("no cut before", ", ".join(profile.no_cut)))
     samples = profile.microbatch_sizes[-1]
@@ -228,6 +231,10 @@ def profile_page(profile: Profile) -> Page:
         f"Profile of {profile.model}, {_count(len(profile.layers), 'layer')}",
         (Facts(tuple(facts)), _layers(profile), Prose("note", (note,))),
     )
+
+
+MAX_ROWS = 40
+"""Longer tables of layers leave out their middle; the JSON has it all."""
 
 
 def _layers(profile: Profile) -> Table:
@@ -252,6 +259,10 @@ def _layers(profile: Profile) -> Table:
     for cells, group in groupby(profile.layers, key=look):
         ids = [layer.id for layer in group]
         rows.append((_run(ids), str(len(ids)), *cells))
+    if len(rows) > MAX_ROWS:
+        left_out = rows[MAX_ROWS // 2 : -(MAX_ROWS // 2)]
+        layers = sum(int(row[1]) for row in left_out)
+        rows[MAX_ROWS // 2 : -(MAX_ROWS // 2)] = [("…", str(layers), "not shown", *[""] * 6)]
     last = [layer.costs[-1] for layer in profile.layers]
     total = (
         "sum",
