@@ -38,9 +38,9 @@ def _binds(found: Found, prediction: Prediction) -> list[str]:
     over = work[slowest] / (sum(work) / len(work)) - 1
     name = f"stage {slowest} ({_layers(graph, first, last)})"
     if over < NOTICEABLE:
-        text = f"the stages are even: the slowest, {name}, takes {time(work[slowest])} a micro-batch"
+        text = f"the stages are even: the slowest, {name}, takes {duration(work[slowest])} a micro-batch"
     else:
-        text = f"{name} is the slowest: {time(work[slowest])} a micro-batch, {100 * over:.0f} % over the mean"
+        text = f"{name} is the slowest: {duration(work[slowest])} a micro-batch, {100 * over:.0f} % over the mean"
     if not any(first < cut < last for cut in graph.allowed_cuts):
         text += (
             f"; it cannot be cut further, so these stages are at most {sum(work) / work[slowest]:.2f} times as fast as "
@@ -103,13 +103,13 @@ def _devices(found: Found, prediction: Prediction) -> list[str]:
     if used < there:
         most = len(graph.allowed_cuts) + 1
         said.append(
-            f"{used} of {there} devices are used: no mesh that the request allows uses more, with at most {most} stages "
-            f"and a number of replicas that divides the batch of {training.batch_size}, and fits"
+            f"{used} of {there} devices are used: with at most {most} stages, replicas that divide the batch of "
+            f"{training.batch_size} and what the request fixes, no mesh uses more and fits"
         )
     if prediction.speedup < 1:
         said.append(
-            f"one device alone would take {time(prediction.single_device_s)}, less than this plan: use fewer devices or "
-            "a larger batch"
+            f"one device alone would take {duration(prediction.single_device_s)}, less than this plan: "
+            "use fewer devices or a larger batch"
         )
     return said
 
@@ -122,7 +122,7 @@ def _assumptions(found: Found, prediction: Prediction) -> list[str]:
     if not prediction.single_device_fits:
         smallest = min(memory_limit(device, training) for device in cluster.devices)
         said.append(
-            f"the model does not fit one device of {format_bytes(smallest)}: speedup is against one that it fits"
+            f"the model does not fit one device of {format_bytes(smallest)}: speedup is against one of unlimited memory"
         )
     if len({device.relative_speed for device in cluster.devices}) > 1:
         said.append("devices keep their order; layers are given out by their relative speeds")
@@ -144,10 +144,10 @@ def _layers(graph: CostGraph, first: int, last: int) -> str:
     return graph.ids[first] if last == first + 1 else f"{graph.ids[first]} to {graph.ids[last - 1]}"
 
 
-def time(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """Three digits for people.
 
-    >>> time(0.01234), time(83.0), time(4.5e-5)
+    >>> duration(0.01234), duration(83.0), duration(4.5e-5)
     ('12.3 ms', '83 s', '45 µs')
     """
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):

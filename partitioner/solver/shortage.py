@@ -48,13 +48,17 @@ def shortage(graph: CostGraph, cluster: Cluster, training: Training) -> str:
     )
     first, last = bounds[stage]
     alone = not any(first < cut < last for cut in graph.allowed_cuts)
-    name = f"layer {graph.ids[first]}, alone on stage {stage}," if alone else f"stage {stage} of {setting.num_stages}"
+    name = (
+        f"layer {graph.ids[first]}, alone on stage {stage},"
+        if alone
+        else f"stage {stage} ({graph.ids[first]} to {graph.ids[last - 1]})"
+    )
+    mesh = f"pp={setting.num_stages}, dp={setting.num_replicas}, {setting.schedule}, {setting.num_microbatches} micro-batches"
+    devices = "1 device" if cluster.num_devices == 1 else f"{cluster.num_devices} devices"
     return (
-        f"does not fit: no split of {graph.num_layers} layers fits {cluster.num_devices} "
-        f"{'device' if cluster.num_devices == 1 else 'devices'} of {format_bytes(limit)}. The closest has pp="
-        f"{setting.num_stages}, dp={setting.num_replicas}, {setting.schedule}, {setting.num_microbatches} micro-batches, "
-        f"and {name} needs {format_bytes(items.total)}: {largest}. That is {format_bytes(max(1, items.total - limit))} "
-        f"too much. {_way_out(graph, cluster, training, limit, lacking)}"
+        f"does not fit: {name} needs {format_bytes(items.total)} of {format_bytes(limit)} ({largest}), "
+        f"{format_bytes(max(1, items.total - limit))} too much. No split of {graph.num_layers} layers fits {devices}; "
+        f"this one ({mesh}) comes closest. {_way_out(graph, cluster, training, limit, lacking)}"
     )
 
 
