@@ -56,8 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _stdout_for_results_only():
             outcome = command(options)
-            text = _json(outcome.result) if options.json else str(outcome.result)
-        return _print(text, outcome.exit_code)
+        return _print(_json(outcome.result) if options.json else str(outcome.result), outcome.exit_code)
     except PartitionerError as error:
         return _fail(error, options, error.exit_code)
     except ModuleNotFoundError as error:
@@ -85,9 +84,8 @@ def _plan_of_model(options: argparse.Namespace) -> Any:
 
     unknown = arguments.keys() - inspect.signature(partition).parameters.keys()
     if unknown:
-        raise ArgumentError(
-            f"{options.factory} returned {', '.join(sorted(unknown))}: partition() has no such argument"
-        )
+        names = ", ".join(sorted(unknown))
+        raise ArgumentError(f"{options.factory} returned {names}: partition() has no such argument")
     return partition(**arguments)
 
 

@@ -23,6 +23,7 @@ from partitioner.report import render
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Each test works in an empty folder; what it imported from there is forgotten."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
     path, modules = list(sys.path), set(sys.modules)
     yield tmp_path
     sys.path[:] = path

@@ -207,6 +207,7 @@ def _verdict(lost: LostEfficiency, efficiency: float, num_ranks: int) -> str:
 
 @page_of.register
 def profile_page(profile: Profile) -> Page:
+    last = [layer.costs[-1] for layer in profile.layers]
     num_bytes = sum(parameter.bytes for parameter in profile.parameters)
     facts = [
         ("costs", f"{profile.provenance} on {profile.device}, {profile.dtype}"),
@@ -216,11 +217,9 @@ def profile_page(profile: Profile) -> Page:
         ("optimizer step", f"{seconds(profile.optimizer_s)} ({profile.optimizer})"),
     ]
     if profile.step_s:
-        layers_s = sum(layer.costs[-1].forward_s + layer.costs[-1].backward_s for layer in profile.layers)
-        apart = f"{100 * (layers_s / profile.step_s[-1] - 1):+.1f} %" if profile.step_s[-1] else "-"
-        facts.append(
-            ("whole step", f"{seconds(profile.step_s[-1])}; its layers add up to {seconds(layers_s)} ({apart})")
-        )
+        step_s, layers_s = profile.step_s[-1], sum(cost.forward_s + cost.backward_s for cost in last)
+        apart = f"{100 * (layers_s / step_s - 1):+.1f} %" if step_s else "-"
+        facts.append(("whole step", f"{seconds(step_s)}; its layers add up to {seconds(layers_s)} ({apart})"))
     if profile.no_cut:
         facts.append(("no cut before", ", ".join(profile.no_cut)))
     samples = profile.microbatch_sizes[-1]
