@@ -47,10 +47,10 @@ def check_split(
             return value.detach()
 
         found = _results(model, seed, sliced)
-        worst, where = _worst(whole, found)
+        worst, where = worst_difference(whole, found)
         if not worst <= TOLERANCE:
             again = _results(model, seed, lambda: _plain(model, part, loss))
-            own, _ = _worst(whole, again)
+            own, _ = worst_difference(whole, again)
             if not worst <= 2 * own:
                 raise UnsupportedModelError(_refusal(profile, stage_of, worst, where))
     return worst
@@ -91,19 +91,23 @@ def _results(model: nn.Module, seed: int, run: Callable[[], torch.Tensor]) -> di
     return results
 
 
-def _worst(expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> tuple[float, str]:
+def worst_difference(expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> tuple[float, str]:
+    """The largest max|found - expected| / max(max|expected|, 1e-4 x largest of all), and whose it is.
+
+    Infinite where one side has a tensor that the other lacks, unless it is all zeros; where a value is not a number.
+    """
     sizes = {name: float(value.abs().max()) if value.numel() else 0.0 for name, value in expected.items()}
     largest = max(sizes.values(), default=0.0)
-    worst, where = 0.0, "nothing"
+    worst, whose = 0.0, "none"
     for name in {**expected, **found}:
         reference, other = expected.get(name), found.get(name)
         if reference is None or other is None:
             present = reference if reference is not None else other
-            assert present is not None
-            error = 0.0 if not bool(present.any()) else float("inf")
+            error = float("inf") if present is not None and bool(present.any()) else 0.0
+        elif not reference.numel():
+            error = 0.0
         else:
-            scale = max(sizes[name], 1e-4 * largest) or 1.0
-            error = float((other - reference).abs().max()) / scale if reference.numel() else 0.0
+            error = float((other - reference).abs().max()) / (max(sizes[name], 1e-4 * largest) or 1.0)
         if not error <= worst:
-            worst, where = error, name
-    return worst, where
+            worst, whose = (error if error == error else float("inf")), name
+    return worst, whose
