@@ -33,6 +33,7 @@ import inspect
 import json
 import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -66,6 +67,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(SetupError(f"the package {package} is missing: pip install {package}"), options, 5)
     except KeyboardInterrupt:
         return _fail(KeyboardInterrupt("interrupted"), options, 130)
+    except Exception as error:
+        at = _in_the_model(error)
+        if at is None:
+            raise  # ours: the traceback is what a report of the fault needs
+        told = ArgumentError(f"the model or its loss raised {type(error).__name__}: {error}{at}")
+        told.__cause__ = error
+        return _fail(told, options, ArgumentError.exit_code)
 
 
 def _plan(options: argparse.Namespace) -> Outcome:
@@ -297,6 +305,21 @@ def _module(name: str) -> Any:
     sys.path.insert(0, str(path.parent))
     with _own_faults(name):
         return importlib.import_module(path.stem)
+
+
+def _in_the_model(error: Exception) -> str | None:
+    """Where the user's code, or a torch module that it called, raised; None where our own code did."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours, torch_nn = str(Path(__file__).parent), os.path.join("torch", "nn", "")
+    if frames[-1].filename.startswith(ours):
+        return None
+    theirs = [frame for frame in frames if not frame.filename.startswith((ours, *_INSTALLED))]
+    if theirs:
+        return f" ({theirs[-1].filename}, line {theirs[-1].lineno})"
+    return "" if any(torch_nn in frame.filename for frame in frames) else None
+
+
+_INSTALLED = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, "<")
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import pytest
 from given import given_plan, given_profile
 
 from partitioner import cli, errors
-from partitioner.plan import Plan
+from partitioner.plan import Plan, load
 from partitioner.profiles import Profile
 from partitioner.report import render
 
@@ -285,6 +285,79 @@ def test_a_factory_without_inputs_cannot_be_profiled(run: Any, folder: Path) -> 
     ran = run("profile", "job:make")
     assert ran.code == 2
     assert "job:make returned no example_inputs: profile needs it" in ran.err
+
+
+MODELS = """
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+def job(model, width=4, loss=mse_loss):
+    return model, torch.randn(8, width), loss, torch.randn(8, 4)
+
+class Boom(nn.Module):
+    def forward(self, x):
+        raise ValueError("my own fault")
+
+def other_width(): return job(nn.Linear(4, 4), width=5)
+def raises(): return job(nn.Sequential(nn.Linear(4, 4), Boom()))
+def bad_loss(): return job(nn.Linear(4, 4), loss=lambda output, target: output.missing)
+def no_loss(): return job(nn.Linear(4, 4))[:2]
+def no_number(): return job(nn.Linear(4, 4), loss=lambda output, target: output)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("other_width", "RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
+        ("raises", "ValueError: my own fault ({folder}/job.py, line 11)"),
+        ("bad_loss", "AttributeError: 'Tensor' object has no attribute 'missing' ({folder}/job.py, line 15)"),
+        ("no_loss", "pass loss_fn="),
+        ("no_number", "a loss is one number"),
+    ],
+)
+def test_a_fault_of_the_model_is_a_usage_error_and_no_traceback(run: Any, folder: Path, name: str, said: str) -> None:
+    (folder / "job.py").write_text(MODELS)
+    ran = run("plan", f"job:{name}", "--gpus", "2")
+    assert (ran.code, ran.out) == (2, "")
+    assert said.format(folder=folder) in ran.err
+    assert "Traceback" not in ran.err
+
+
+WORKS = """
+import torch
+from torch import nn
+
+def make():
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)]
+    return nn.Sequential(*layers), torch.randn(8, 64), nn.functional.mse_loss, torch.randn(8, 64)
+"""
+
+
+def test_a_model_is_profiled_planned_and_shown(run: Any, folder: Path) -> None:
+    (folder / "job.py").write_text(WORKS)
+    ran = run("profile", "job:make", "--device", "cpu", "-o", "profile.json", "--json")
+    assert (ran.code, ran.err) == (0, "written to profile.json\n")
+    profile = Profile.model_validate_json(ran.out)
+    assert profile == Profile.load("profile.json")
+    assert (profile.provenance, profile.device_kind) == ("measured", "cpu")
+    ran = run("plan", "job:make", "--gpus", "2", "--profile", "profile.json", "--mesh", "pp=2", "-o", "plan.json")
+    assert ran.code == 0
+    plan = load("plan.json")
+    assert ran.out == render(plan) + "\n"
+    assert plan.profile == profile
+    assert (plan.mesh, plan.training.batch_size) == ({"pp": 2, "dp": 1}, 8)
+    shown = Plan.model_validate_json(run("show", "plan.json", "--json").out)
+    assert shown == plan
+
+
+def test_a_fault_of_ours_keeps_its_traceback(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("partitioner.report.text.page_of", None)
+    given_plan().save("plan.json")
+    with pytest.raises(TypeError):
+        run("show", "plan.json")
 
 
 def test_a_plan_needs_devices_and_something_to_plan(run: Any, folder: Path) -> None:
