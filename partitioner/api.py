@@ -5,17 +5,23 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from partitioner.capture import fingerprint
-from partitioner.errors import ArgumentError, NotBuiltError, PlanMismatchError
+from partitioner.errors import (
+    ArgumentError,
+    NotBuiltError,
+    PartitionerError,
+    PlanMismatchError,
+    UnsupportedModelError,
+)
 from partitioner.links import between_cuda_devices, loopback
 from partitioner.losses import Loss, LossFunction, LossWeight
-from partitioner.microbatches import Cutter, as_call
+from partitioner.microbatches import Cutter, MicroBatch, as_call
 from partitioner.plan import Plan
 from partitioner.profiler import profile as measure
 from partitioner.profiles import Profile
@@ -60,60 +66,104 @@ def partition(
     machine's CUDA devices (of CPU ranks, where it has fewer), a name such as "2x8xA100-80GB", or a Cluster.
     `loss_fn(output, target)`: None is the model's own loss. `batch_size`: samples of one optimizer step, all replicas
     together; None: that of `example_inputs`. `pin`: layer id -> stage. `profile`: plan from it without measuring.
-    `check`: run one micro-batch sliced and unsliced and compare. Errors: `ArgumentError`, `NotBuiltError` (a value
+    `check`: run one micro-batch sliced and unsliced; cuts where the results differ are given up, and `why` says so.
+    Under torchrun rank 0 plans and all ranks get its plan. Errors: `ArgumentError`, `NotBuiltError` (a value
     that this version does not run), `InfeasibleError` (memory), `UnsupportedModelError`.
     """
     _refuse_unbuilt(precision, recompute, shard, gradient_compression, objective, batch_size, schedule)
     model = unwrap(model)
-    notes: list[str] = []
-    if example_inputs is None:
-        example_inputs, note = _told_inputs(model)
-        notes.append(note)
-    args, kwargs = as_call(example_inputs)
-    samples = Cutter(batch_dim).batch_size(args, kwargs)
-    size = samples if batch_size is None else int(batch_size)
-    if size < 1:
-        raise ArgumentError(f"batch_size={batch_size} is impossible: give 1 or more samples")
-    cluster, device = _cluster(gpus, profile is not None, notes)
-    training = Training(
-        batch_size=size,
-        microbatches=microbatches,
-        mesh="auto" if mesh == "auto" else _mesh(mesh, cluster),
-        schedule=schedule,
-        optimizer=optimizer if isinstance(optimizer, str) else f"{optimizer:g} bytes a parameter",
-        optimizer_bytes=_optimizer_bytes(optimizer),
-        memory_limit_bytes=None if memory_limit is None else parse_bytes(memory_limit),
-        pin=dict(pin or {}),
-        batch_dim=batch_dim,
-    )
-    tell, close = _progress(progress)
-    try:
-        if profile is None:
-            measured = measure(
-                model,
-                example_inputs,
-                device=device,
-                loss_fn=loss_fn,
-                example_target=example_target,
-                batch_dim=batch_dim,
-                max_share=1 / (8 * max(2, cluster.num_devices)),
-                optimizer=optimizer if isinstance(optimizer, str) else "none",
-                num_threads=_threads_of_a_rank(cluster) if device.type == "cpu" else None,
-                trace_dir=trace_dir,
-                seed=seed,
-                progress=tell,
-            )
-        else:
-            measured = profile if isinstance(profile, Profile) else Profile.load(profile)
-            _check_fits(model, measured)
-        plan = solve(measured, cluster, training)
-        if check == "first" and plan.num_stages > 1 and not any(p.is_meta for p in model.parameters()):
-            tell("checking the slices", 0.95)
-            part = Cutter(batch_dim).cut(args, kwargs, example_target, max(1, samples // plan.microbatch_samples))[0]
-            check_split(model, plan.profile, plan.stage_of(), part, Loss(model, loss_fn, loss_weight), seed=seed)
-    finally:
-        close()
-    return plan.model_copy(update={"why": (*plan.why, *notes)})
+
+    def make() -> Plan:
+        notes: list[str] = []
+        inputs = example_inputs
+        if inputs is None:
+            inputs, note = _told_inputs(model)
+            notes.append(note)
+        args, kwargs = as_call(inputs)
+        samples = Cutter(batch_dim).batch_size(args, kwargs)
+        size = samples if batch_size is None else int(batch_size)
+        if size < 1:
+            raise ArgumentError(f"batch_size={batch_size} is impossible: give 1 or more samples")
+        cluster, device = _cluster(gpus, profile is not None, notes)
+        training = Training(
+            batch_size=size,
+            microbatches=microbatches,
+            mesh="auto" if isinstance(mesh, str) else _mesh(mesh, cluster),
+            schedule=cast(Any, schedule),
+            optimizer=optimizer if isinstance(optimizer, str) else f"{optimizer:g} bytes a parameter",
+            optimizer_bytes=_optimizer_bytes(optimizer),
+            memory_limit_bytes=None if memory_limit is None else parse_bytes(memory_limit),
+            pin=dict(pin or {}),
+            batch_dim=batch_dim,
+        )
+        tell, close = _progress(progress)
+        try:
+            if profile is None:
+                measured = measure(
+                    model,
+                    inputs,
+                    device=device,
+                    loss_fn=loss_fn,
+                    example_target=example_target,
+                    batch_dim=batch_dim,
+                    max_share=1 / (8 * max(2, cluster.num_devices)),
+                    optimizer=optimizer if isinstance(optimizer, str) else "none",
+                    num_threads=_threads_of_a_rank(cluster) if device.type == "cpu" else None,
+                    trace_dir=trace_dir,
+                    seed=seed,
+                    progress=tell,
+                )
+            else:
+                measured = profile if isinstance(profile, Profile) else Profile.load(profile)
+                _check_fits(model, measured)
+            plan = solve(measured, cluster, training)
+            if check == "first" and not any(parameter.is_meta for parameter in model.parameters()):
+                tell("checking the slices", 0.95)
+                whole = MicroBatch(args, kwargs, example_target, samples)
+                plan = _checked(plan, model, whole, Loss(model, loss_fn, loss_weight), seed, notes)
+        finally:
+            close()
+        return plan.model_copy(update={"why": (*plan.why, *notes)})
+
+    return _on_first_rank(make)
+
+
+def _checked(plan: Plan, model: nn.Module, batch: MicroBatch, loss: Loss, seed: int, notes: list[str]) -> Plan:
+    """The plan, or the best one without the cuts at which the sliced model is not the whole one."""
+    count = max(1, batch.samples // plan.microbatch_samples)
+    part = Cutter(plan.training.batch_dim).cut(batch.args, batch.kwargs, batch.target, count)[0]
+    while plan.num_stages > 1:
+        try:
+            check_split(model, plan.profile, plan.stage_of(), part, loss, seed=seed)
+            break
+        except UnsupportedModelError as error:
+            wrong = [stage.layers[0] for stage in plan.stages[1:]]
+            notes.append(f"not cut before {', '.join(wrong)}: {error}")
+            refused = dict.fromkeys(wrong, "sliced there, the model gives other numbers")
+            profile = plan.profile.model_copy(update={"no_cut": {**plan.profile.no_cut, **refused}})
+            try:
+                plan = solve(profile, plan.cluster, plan.training)
+            except PartitionerError:
+                raise error from None
+    return plan
+
+
+def _on_first_rank(make: Callable[[], Plan]) -> Plan:
+    """The plan, made here; under torchrun made on rank 0 and sent to all, an error there raised on all."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2 or "RANK" not in os.environ:
+        return make()
+    if not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    outcome: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            outcome = [make().model_dump_json()]
+        except Exception as error:
+            outcome = [error]
+    dist.broadcast_object_list(outcome, src=0)
+    if isinstance(outcome[0], Exception):
+        raise outcome[0]
+    return Plan.model_validate_json(outcome[0])
 
 
 def _refuse_unbuilt(
@@ -159,13 +209,13 @@ def _optimizer_bytes(optimizer: str | float) -> float:
     return OPTIMIZER_BYTES[optimizer]
 
 
-def _mesh(mesh: Mapping[str, int], cluster: Cluster) -> dict[str, int]:
+def _mesh(mesh: Mapping[str, int], cluster: Cluster) -> dict[Literal["pp", "dp"], int]:
     unknown = sorted(set(mesh) - {"pp", "dp", "tp"})
     if unknown:
         raise ArgumentError(f"mesh has no axis {unknown[0]!r}: use 'pp' (stages) and 'dp' (replicas)")
     if mesh.get("tp", 1) != 1:
         raise NotBuiltError(f"mesh with tp={mesh['tp']} is not built in this version; use 'pp' and 'dp'")
-    full = {"pp": int(mesh.get("pp", 1)), "dp": int(mesh.get("dp", 1))}
+    full: dict[Literal["pp", "dp"], int] = {"pp": int(mesh.get("pp", 1)), "dp": int(mesh.get("dp", 1))}
     if full["pp"] < 1 or full["dp"] < 1:
         raise ArgumentError(f"mesh {dict(mesh)}: every axis needs 1 or more ranks")
     if full["pp"] * full["dp"] > cluster.num_devices:
