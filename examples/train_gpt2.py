@@ -13,9 +13,9 @@ import argparse
 import os
 import statistics
 import sys
+from pydoc_data.topics import topics
 
 import torch
-from pydoc_data.topics import topics
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import partitioner as pt

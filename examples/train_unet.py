@@ -5,6 +5,8 @@ python examples/train_unet.py
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -21,8 +23,8 @@ class UNet(nn.Module):
         super().__init__()
         widths = [width * 2**k for k in range(levels + 1)]
         self.first = nn.Conv2d(3, width, 3, padding=1)
-        self.down = nn.ModuleList(self.block(a, b, stride=2) for a, b in zip(widths, widths[1:], strict=False))
-        self.up = nn.ModuleList(self.block(a + b, a) for a, b in reversed(list(zip(widths, widths[1:], strict=False))))
+        self.down = nn.ModuleList(self.block(a, b, stride=2) for a, b in itertools.pairwise(widths))
+        self.up = nn.ModuleList(self.block(a + b, a) for a, b in reversed(list(itertools.pairwise(widths))))
         self.last = nn.Conv2d(width, 3, 1)
 
     @staticmethod
