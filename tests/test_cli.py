@@ -353,6 +353,29 @@ def test_a_model_is_profiled_planned_and_shown(run: Any, folder: Path) -> None:
     assert shown == plan
 
 
+def test_verify_runs_the_ranks_and_compares_with_one_device(run: Any, folder: Path) -> None:
+    (folder / "job.py").write_text(WORKS)
+    assert run("plan", "job:make", "--gpus", "2", "--mesh", "pp=2", "-o", "plan.json").code == 0
+    ran = run("verify", "plan.json", "job:make", "--json")
+    assert ran.code == 0, ran.err
+    found = json.loads(ran.out)
+    assert found["mesh"] == {"pp": 2, "dp": 1}
+    assert max(found["loss_error"], found["gradient_error"]) <= found["tolerance"]
+
+
+def test_other_numbers_than_one_device_are_1(run: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Different:
+        passed = False
+
+        def model_dump_json(self, indent: int) -> str:
+            return "{}"
+
+    (folder / "job.py").write_text(WORKS)
+    given_plan().save(folder / "plan.json")
+    monkeypatch.setattr("partitioner.verification.verify", lambda plan, model, example_inputs: Different())
+    assert run("verify", "plan.json", "job:make", "--json").code == 1
+
+
 def test_a_fault_of_ours_keeps_its_traceback(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("partitioner.report.text.page_of", None)
     given_plan().save("plan.json")
