@@ -53,7 +53,8 @@ def shortage(graph: CostGraph, cluster: Cluster, training: Training) -> str:
         if alone
         else f"stage {stage} ({graph.ids[first]} to {graph.ids[last - 1]})"
     )
-    mesh = f"pp={setting.num_stages}, dp={setting.num_replicas}, {setting.schedule}, {setting.num_microbatches} micro-batches"
+    mesh = f"pp={setting.num_stages}, dp={setting.num_replicas}, {setting.schedule}, "
+    mesh += f"{setting.num_microbatches} micro-batches"
     devices = "1 device" if cluster.num_devices == 1 else f"{cluster.num_devices} devices"
     return (
         f"does not fit: {name} needs {format_bytes(items.total)} of {format_bytes(limit)} ({largest}), "
