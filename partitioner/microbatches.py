@@ -158,10 +158,10 @@ def join(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float],
         items = [joined(parts) for parts in zip(*outputs, strict=True)]
         return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
-        made = copy.copy(first)
+        item: Any = copy.copy(first)
         for key in vars(first):
-            object.__setattr__(made, key, joined([getattr(output, key) for output in outputs]))
-        return made
+            object.__setattr__(item, key, joined([getattr(output, key) for output in outputs]))
+        return item
     if isinstance(first, (bool, int, float, str)) and all(output == first for output in outputs):
         return first
     return list(outputs)

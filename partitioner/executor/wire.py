@@ -49,18 +49,21 @@ class Channel(NamedTuple):
     data: dist.ProcessGroup | None
 
 
+class PeerLost(RankError):
+    """Another rank is gone or silent; the reason lies there, not here."""
+
+
 class Sender:
     """The near end of an edge. `send` returns at once; buffers are held until their message has left."""
 
-    def __init__(self, channel: Channel, peer: int, max_unsent: int = 64) -> None:
+    def __init__(self, channel: Channel, peer: int) -> None:
         self.peer = peer
         self._channel = channel
-        self._max_unsent = max_unsent
         self._headers = _Headers()
         self._posted: deque[tuple[Tag, list[tuple[Any, torch.Tensor]]]] = deque()
 
     def send(self, tag: Tag, header: bytes, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Post one message. More than `max_unsent` messages under way wait for the oldest."""
+        """Post one message."""
         packed = _pack_header(tensors, header)
         number, is_new = self._headers.note(packed)
         fields = [_KINDS.index(tag.kind), tag.step, tag.microbatch, number, len(packed) * is_new, len(tensors), 0, 0]
@@ -71,7 +74,10 @@ class Sender:
             if tensor is not None and tensor.numel():
                 parts.append(self._post_tensor(tensor))
         self._posted.append((tag, parts))
-        while len(self._posted) > self._max_unsent:
+
+    def keep_at_most(self, count: int) -> None:
+        """Wait until no more than `count` messages are under way, so that their buffers do not pile up."""
+        while len(self._posted) > count:
             self._wait_for_oldest()
 
     def release(self, tag: Tag) -> None:
@@ -81,11 +87,10 @@ class Sender:
 
     def flush(self) -> None:
         """Wait until everything has left."""
-        while self._posted:
-            self._wait_for_oldest()
+        self.keep_at_most(0)
 
     def _post_tensor(self, tensor: torch.Tensor) -> tuple[Any, torch.Tensor]:
-        flat = _as_bytes(tensor)
+        flat = as_bytes(tensor)
         if self._channel.data is None:
             return self._post(flat.cpu(), self._channel.control)
         return self._post(flat, self._channel.data)
@@ -172,12 +177,12 @@ class Receiver:
         return buffer
 
 
-def peer_lost(peer: int, error: BaseException) -> RankError:
+def peer_lost(peer: int, error: BaseException) -> PeerLost:
     """A connection's failure in words: the peer is gone, or says nothing."""
     text = re.sub(r"^\[[^]]*\]\s*", "", str(error).strip()).split(". ")[0]
     if "imed out" in text:
-        return RankError(f"rank {peer} does not answer ({text})", rank=peer)
-    return RankError(f"the connection to rank {peer} broke: it has ended or left the step ({text})", rank=peer)
+        return PeerLost(f"rank {peer} does not answer ({text})", rank=peer)
+    return PeerLost(f"the connection to rank {peer} broke: it has ended or left the step ({text})", rank=peer)
 
 
 class _Headers:
@@ -253,7 +258,7 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return tensor.stride() if tensor.numel() else torch.empty(tensor.shape, device="meta").stride()
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's memory as one row of bytes; copied only where it does not fill its memory."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     strides = dense_strides(plain)

@@ -1,0 +1,189 @@
+"""Who this rank is and whom it talks to: the process groups of a plan, made in one order on all ranks.
+
+control    all ranks, gloo: preambles, small agreements, and all data where ranks have no device of their own
+replica    the ranks of one replica, gloo
+across     the last stage's ranks over all replicas, gloo: weights and losses
+owners     the ranks of some stages over all replicas: they hold the same parameters and reduce their gradients
+edge       two ranks, NCCL: tensors of one directed edge, where every rank has a CUDA device of its own
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from partitioner.errors import PlanMismatchError, SetupError
+from partitioner.executor.wire import Channel
+from partitioner.plan import Plan
+
+
+@dataclass
+class Mesh:
+    """One rank's view of the plan's ranks. World size 1 has no groups at all."""
+
+    plan: Plan
+    rank: int
+    stage: int
+    replica: int
+    device: torch.device
+    timeout_s: float
+    owns_default: bool = False
+    """The default process group was made here, and ends with this."""
+    has_own_device: bool = False
+    """CUDA, and no other rank uses this device: tensors go over NCCL."""
+    control: dist.ProcessGroup | None = None
+    within_replica: dist.ProcessGroup | None = None
+    across: dist.ProcessGroup | None = None
+    owners: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+    edges: dict[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
+
+    @property
+    def num_stages(self) -> int:
+        return self.plan.num_stages
+
+    @property
+    def num_replicas(self) -> int:
+        return self.plan.num_replicas
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.num_stages - 1
+
+    def rank_of(self, stage: int, replica: int | None = None) -> int:
+        """The rank that runs a stage, of this replica or another."""
+        return self.plan.stages[stage].ranks[self.replica if replica is None else replica]
+
+    def ranks_of(self, stages: Collection[int]) -> list[int]:
+        """The ranks of some stages over all replicas, ascending."""
+        return sorted(rank for stage in stages for rank in self.plan.stages[stage].ranks)
+
+    def channel(self, source: int, target: int) -> Channel:
+        """The groups for what goes from one stage of this replica to another."""
+        return Channel(self.control, self.edges.get((source, target)))
+
+    def make_groups(self, owner_sets: Collection[tuple[int, ...]], edges: Collection[tuple[int, int]]) -> None:
+        """Make the groups that depend on the model; the same call on all ranks. `edges` are forward: (from, to)."""
+        if self.control is None:
+            return
+        self.within_replica = self.control
+        if self.num_replicas > 1:
+            self.across = self._group(self.ranks_of([self.num_stages - 1]), "gloo")
+            replicas = [[self.rank_of(stage, k) for stage in range(self.num_stages)] for k in range(self.num_replicas)]
+            self.within_replica = self._one_of(replicas, "gloo") if self.num_stages > 1 else None
+        for stages in sorted(owner_sets):
+            ranks = self.ranks_of(stages)
+            group = self._group(ranks, "nccl" if self.has_own_device else "gloo") if len(ranks) > 1 else None
+            if group is not None and self.rank in ranks:
+                self.owners[stages] = group
+        if self.has_own_device:
+            for source, target in sorted({*edges, *((b, a) for a, b in edges)}):
+                pairs = [[self.rank_of(source, k), self.rank_of(target, k)] for k in range(self.num_replicas)]
+                group = self._one_of([sorted(pair) for pair in pairs], "nccl")
+                if self.stage in (source, target):
+                    self.edges[source, target] = group
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, on every rank."""
+        if self.control is None:
+            return [value]
+        values: list[Any] = [None] * self.plan.num_ranks
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def report_failure(self, what: dict[str, Any]) -> None:
+        """Leave word of what went wrong here, for the ranks that will lose this one; the first word stays."""
+        with contextlib.suppress(Exception):
+            self._store().compare_set(self._failure_key(), "", json.dumps(what))
+
+    def first_failure(self, patience_s: float = 1.0) -> dict[str, Any] | None:
+        """What the first rank that failed has left word of; None where it could not."""
+        with contextlib.suppress(Exception):
+            store = self._store()
+            store.wait([self._failure_key()], timedelta(seconds=patience_s))
+            found: dict[str, Any] = json.loads(store.get(self._failure_key()))
+            return found
+        return None
+
+    def close(self) -> None:
+        """Take down the groups made here; a rank that still waits for this one learns of it at once."""
+        groups = [self.control, self.across, self.within_replica, *self.owners.values(), *self.edges.values()]
+        self.control = self.across = self.within_replica = None
+        self.owners, self.edges = {}, {}
+        if not dist.is_initialized():
+            return
+        if self.owns_default:
+            dist.destroy_process_group()
+            return
+        for group in {id(group): group for group in groups if group is not None}.values():
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group(group)
+
+    def _one_of(self, sets: list[list[int]], backend: str) -> dist.ProcessGroup:
+        """Make one group of each set; this rank's own, or any where it is in none."""
+        groups = [self._group(ranks, backend) for ranks in sets]
+        return next((group for group, ranks in zip(groups, sets, strict=True) if self.rank in ranks), groups[0])
+
+    def _group(self, ranks: list[int], backend: str) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = dist.new_group(ranks, backend=backend, timeout=timedelta(seconds=self.timeout_s))
+        return group
+
+    def _store(self) -> Any:
+        return dist.distributed_c10d._get_default_store()
+
+    def _failure_key(self) -> str:
+        return f"partitioner/first failure/{self._name}"
+
+    _name: str = ""
+
+
+def join_mesh(plan: Plan, device: str | torch.device | None, timeout_s: float) -> Mesh:
+    """Find the other ranks of the plan.
+
+    PlanMismatchError before anything is sent where the number of processes is not the plan's; SetupError where the
+    kind of device that the plan was made for is not here.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if world != plan.num_ranks:
+        raise PlanMismatchError(
+            f"the plan is for {plan.num_ranks} ranks ({plan.num_stages} stages x {plan.num_replicas} replicas), but "
+            f"{world} {'process was' if world == 1 else 'processes were'} started. Start it with torchrun "
+            f"--nproc-per-node {plan.num_ranks} train.py, or call partitioner.launch(train, plan)"
+        )
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"]) if world > 1 else 0
+    stage = next(stage for stage in plan.stages if rank in stage.ranks)
+    mesh = Mesh(plan, rank, stage.index, stage.ranks.index(rank), _device(plan, rank, device), timeout_s)
+    if world == 1:
+        return mesh
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if mesh.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        mesh.owns_default = True
+    mesh.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    mesh._name = str(mesh.control.group_name)
+    places = mesh.gather((socket.gethostname(), str(mesh.device)))
+    mesh.has_own_device = mesh.device.type == "cuda" and len(set(places)) == len(places)
+    return mesh
+
+
+def _device(plan: Plan, rank: int, device: str | torch.device | None) -> torch.device:
+    wanted = torch.device(plan.cluster.devices[rank].kind if device is None else device)
+    if wanted.type != "cuda":
+        return wanted
+    count = torch.cuda.device_count()
+    if not count:
+        raise SetupError(
+            f"the plan is for {plan.cluster.devices[rank].name}, but torch finds no CUDA device here; "
+            'to run it on CPU ranks all the same, pass device="cpu"'
+        )
+    index = int(os.environ.get("LOCAL_RANK", "0")) % count if device is None or ":" not in str(device) else wanted.index
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)

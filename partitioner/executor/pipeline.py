@@ -1,0 +1,175 @@
+"""One rank's walk over its list of actions: receive, compute, send.
+
+    F   receive activations from each source, run the stage's forward, send to each target
+    B   receive gradients from each target, run the stage's backward, send to each source
+
+Sends return at once and receives wait, so any list that `check_schedule` accepts runs through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from partitioner.executor.mesh import Mesh
+from partitioner.executor.randomness import Randomness
+from partitioner.executor.recorder import Recorder
+from partitioner.executor.replicas import Replicas
+from partitioner.executor.wire import Receiver, Sender, Tag
+from partitioner.losses import Loss
+from partitioner.microbatches import MicroBatch
+from partitioner.schedule import Action, build_schedule, forward_only
+from partitioner.slicing import Payload, Slice, SliceRun, backward_through, gradients_of
+from partitioner.tracing import map_tensors
+
+
+class WholeModel:
+    """The one stage of a plan without cuts: the model as it is."""
+
+    sources: tuple[int, ...] = ()
+    targets: tuple[int, ...] = ()
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], received: Mapping[int, Payload]) -> SliceRun:
+        """The model's output."""
+        return SliceRun(output=self._model(*args, **kwargs))
+
+
+class Pipeline:
+    """Runs steps on this rank. `now` is the action under way, for whoever has to say where something failed."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        part: Slice | WholeModel,
+        loss: Loss,
+        randomness: Randomness,
+        recorder: Recorder,
+        replicas: Replicas | None = None,
+    ) -> None:
+        self._mesh, self._part, self._loss = mesh, part, loss
+        self._randomness, self._recorder, self._replicas = randomness, recorder, replicas
+        self.now: Action | None = None
+        stage, device = mesh.stage, mesh.device
+        self._from = {s: Receiver(mesh.channel(s, stage), mesh.rank_of(s), device) for s in part.sources}
+        self._to = {t: Sender(mesh.channel(stage, t), mesh.rank_of(t)) for t in part.targets}
+        self._back_from = {t: Receiver(mesh.channel(t, stage), mesh.rank_of(t), device) for t in part.targets}
+        self._back_to = {s: Sender(mesh.channel(stage, s), mesh.rank_of(s)) for s in part.sources}
+        self._runs: dict[int, SliceRun] = {}
+        self._roots: dict[int, torch.Tensor] = {}
+
+    def train(
+        self, step: int, microbatches: Sequence[MicroBatch], shares: Sequence[float], outputs: list[Any] | None
+    ) -> torch.Tensor | None:
+        """Forward and backward of all micro-batches; their gradients are added to the parameters'.
+
+        `shares`: what each micro-batch's loss counts for. The last stage puts its outputs, without their graphs, into
+        `outputs` and returns its part of the loss; other stages return None.
+        """
+        mesh, count = self._mesh, len(microbatches)
+        total: torch.Tensor | None = None
+        schedule = mesh.plan.schedule if mesh.num_stages > 1 else "1f1b"  # nothing to fill: hold one micro-batch
+        for action in build_schedule(schedule, mesh.num_stages, count)[mesh.stage]:
+            self.now, k = action, action.microbatch
+            if action.kind == "B":
+                self._backward(step, k, count, shares[k])
+            elif mesh.is_last:
+                part, output = self._forward_with_loss(step, k, count, microbatches[k], shares[k])
+                total = part if total is None else total + part
+                if outputs is not None:
+                    outputs.append(map_tensors(output, torch.Tensor.detach, lambda _: None))
+            else:
+                self._forward("F", step, k, count, microbatches[k])
+        self.now = None
+        for sender in (*self._to.values(), *self._back_to.values()):
+            sender.flush()
+        return total
+
+    def evaluate(self, step: int, microbatches: Sequence[MicroBatch]) -> list[Any]:
+        """Forward of all micro-batches; the last stage's outputs."""
+        mesh, outputs = self._mesh, []
+        for action in forward_only(mesh.num_stages, len(microbatches))[mesh.stage]:
+            self.now, k = action, action.microbatch
+            outputs.append(self._forward("E", step, k, len(microbatches), microbatches[k]).output)
+            del self._runs[k]
+            for sender in self._to.values():
+                sender.keep_at_most(mesh.num_stages)
+        self.now = None
+        for sender in self._to.values():
+            sender.flush()
+        return outputs
+
+    def _forward(self, kind: str, step: int, k: int, count: int, microbatch: MicroBatch) -> SliceRun:
+        received = self._receive_activations(Tag(kind, step, k), count)
+        args, kwargs = self._on_device((microbatch.args, microbatch.kwargs))
+        with self._recorder.span("F", k), self._randomness.of(kind, step, k):
+            run = self._part.run(args, kwargs, received)
+        self._runs[k] = run
+        for target, payload in run.sends.items():
+            self._to[target].send(Tag(kind, step, k), payload.header, payload.tensors)
+            self._recorder.sent(target, k)
+        return run
+
+    def _forward_with_loss(
+        self, step: int, k: int, count: int, microbatch: MicroBatch, share: float
+    ) -> tuple[torch.Tensor, Any]:
+        """The last stage's forward: its part of the loss, and the model's output."""
+        received = self._receive_activations(Tag("F", step, k), count)
+        args, kwargs, target = self._on_device((microbatch.args, microbatch.kwargs, microbatch.target))
+        with self._recorder.span("F", k), self._randomness.of("F", step, k):
+            if self._replicas is not None:
+                here = MicroBatch(args, kwargs, target, microbatch.samples)
+                self._roots[k], part, output = self._replicas.forward(here, share, k == count - 1)
+                self._runs[k] = SliceRun()
+                return part, output
+            run = self._part.run(args, kwargs, received)
+            loss = self._loss.of(run.output, target)
+            output, run.output = run.output, None
+        self._runs[k], self._roots[k] = run, loss * share
+        return loss.detach() * share if share else torch.zeros_like(loss.detach()), output
+
+    def _backward(self, step: int, k: int, count: int, share: float) -> None:
+        gradients = {}
+        for target, receiver in self._back_from.items():
+            with self._recorder.receiving(target, k):
+                _, gradients[target] = receiver.receive(Tag("B", step, k))
+            if k + 1 < count:
+                receiver.expect()
+            self._to[target].release(Tag("F", step, k))
+        run = self._runs.pop(k)
+        with self._recorder.span("B", k):
+            if self._replicas is not None:
+                with self._replicas.syncing(k == count - 1):
+                    self._roots.pop(k).backward()  # type: ignore[no-untyped-call]
+            elif self._mesh.is_last:
+                root = self._roots.pop(k)
+                if share and root.requires_grad:
+                    root.backward()  # type: ignore[no-untyped-call]
+            else:
+                backward_through(run, gradients)
+        for source, sender in self._back_to.items():
+            sender.send(Tag("B", step, k), b"", [_dense(gradient) for gradient in gradients_of(run, source)])
+            self._recorder.sent(source, k)
+            sender.keep_at_most(self._mesh.num_stages)
+
+    def _receive_activations(self, tag: Tag, count: int) -> dict[int, Payload]:
+        received = {}
+        for source, receiver in self._from.items():
+            with self._recorder.receiving(source, tag.microbatch):
+                header, tensors = receiver.receive(tag)
+            if tag.microbatch + 1 < count:
+                receiver.expect()
+            received[source] = Payload(header, [tensor for tensor in tensors if tensor is not None])
+        return received
+
+    def _on_device(self, value: Any) -> Any:
+        return map_tensors(value, lambda tensor: tensor.to(self._mesh.device, non_blocking=True))
+
+
+def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    return gradient if gradient is None or gradient.layout == torch.strided else gradient.to_dense()

@@ -1,0 +1,249 @@
+"""Which rank holds which parameter: a model is taken over in place, and keeps on each rank only what its stage uses.
+
+A parameter lives on every stage that uses it; one that nothing uses lives on stage 0. On all other stages a placeholder
+with its shape and dtype stands in its place, a single NaN seen everywhere, so that a wrong read cannot go unnoticed.
+Buffers are whole on every rank; the stage whose layers are nearest speaks for them in checkpoints.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from partitioner.capture import ROOT, fingerprint
+from partitioner.errors import ArgumentError, PlanMismatchError
+from partitioner.executor.weights import Weights
+from partitioner.plan import Plan
+from partitioner.tracing import unwrap
+
+ModelOrFactory = nn.Module | Callable[[], nn.Module]
+WeightsLike = Mapping[str, torch.Tensor] | str | os.PathLike[str]
+
+
+class Placement:
+    """A model taken over for one stage. `model` is the user's own object, or what the factory built.
+
+    `owners`: first name of each parameter -> the stages it lives on. `own`: what lives here, in the model's order.
+    """
+
+    def __init__(
+        self, plan: Plan, stage: int, model: ModelOrFactory, device: torch.device, weights: WeightsLike | None
+    ) -> None:
+        self._factory = None if isinstance(model, nn.Module) else model
+        self.model = unwrap(model if isinstance(model, nn.Module) else _built(model))
+        self.stage, self._device = stage, device
+        self._check_fingerprint(plan)
+        if self._factory is None:
+            _refuse_optimizers(self.model)
+        stage_of = plan.stage_of()
+        self.names: dict[str, tuple[str, ...]] = {entry.names[0]: entry.names for entry in plan.profile.parameters}
+        self.owners: dict[str, tuple[int, ...]] = {
+            entry.names[0]: tuple(sorted({stage_of[layer] for layer in entry.layers})) or (0,)
+            for entry in plan.profile.parameters
+        }
+        self._first = {name: first for first, names in self.names.items() for name in names}
+        self._layer_stages = _module_stages(stage_of)
+        self._take_over(None if weights is None else Weights(weights))
+        parameters = dict(self.model.named_parameters())
+        self.own: dict[str, nn.Parameter] = {
+            name: parameter for name, parameter in parameters.items() if stage in self.owners[self._first[name]]
+        }
+
+    def owner_sets(self) -> set[tuple[int, ...]]:
+        """Every set of stages that has parameters in common, single stages included."""
+        return set(self.owners.values())
+
+    def owner_set_of(self, name: str) -> tuple[int, ...]:
+        return self.owners[self._first[name]]
+
+    def stage_of_key(self, key: str) -> int:
+        """The stage that speaks for an entry of the state dict: the first owner, or for a buffer the nearest layer."""
+        if key in self._first:
+            return self.owners[self._first[key]][0]
+        path = key.rpartition(".")[0]
+        while path:
+            if path in self._layer_stages:
+                return self._layer_stages[path]
+            path = path.rpartition(".")[0]
+        return self._layer_stages.get("", 0)
+
+    def holds(self, key: str) -> bool:
+        """Whether an entry of the state dict is this stage's own."""
+        if key in self._first:
+            return self.stage in self.owners[self._first[key]]
+        return self.stage == self.stage_of_key(key)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This stage's own part of the model's state dict, under the model's own keys."""
+        return {key: value for key, value in self.model.state_dict().items() if self.holds(key)}
+
+    def _check_fingerprint(self, plan: Plan) -> None:
+        expected, found = plan.profile.fingerprint, fingerprint(self.model)
+        if not expected or expected == found:
+            return
+        planned = {name: entry.shape for entry in plan.profile.parameters for name in entry.names}
+        here = {name: tuple(p.shape) for name, p in self.model.named_parameters(remove_duplicate=False)}
+        differing = [name for name in {**planned, **here} if planned.get(name) != here.get(name)]
+        first = "its buffers or dtypes differ"
+        if differing:
+            name = differing[0]
+            first = f"{name} is {planned.get(name, 'missing')} in the plan and {here.get(name, 'missing')} in the model"
+        raise PlanMismatchError(
+            f"the plan was made for another model: fingerprint {expected} in the plan, {found} here; {first}. "
+            "Make the plan again for this model"
+        )
+
+    def _take_over(self, weights: Weights | None) -> None:
+        meta = [
+            names[0]
+            for first, names in self.names.items()
+            if self.stage in self.owners[first] and self.model.get_parameter(first).is_meta
+        ]
+        if meta and weights is None:
+            raise ArgumentError(
+                f"{len(meta)} parameters of stage {self.stage} have no values (they are on the meta device), "
+                f"{_listed(meta)}: pass weights=, a state dict or a file to read them from"
+            )
+        missing = [
+            names[0]
+            for first, names in self.names.items()
+            if self.stage in self.owners[first] and weights is not None and weights.find(names) is None
+        ]
+        if missing:
+            raise ArgumentError(f"the weights lack {len(missing)} parameters of stage {self.stage}: {_listed(missing)}")
+        places = _places(self.model)
+        with torch.no_grad():
+            for first, names in self.names.items():
+                parameter = self.model.get_parameter(first)
+                own = self.stage in self.owners[first]
+                value = weights.read(names, parameter) if own and weights is not None else None
+                if own and value is None:
+                    value = parameter.data
+                data = _placeholder(parameter, self._device) if value is None else value.to(self._device)
+                if not parameter.is_meta:
+                    parameter.data = data
+                    parameter.grad = parameter.grad if own else None
+                    continue
+                made = nn.Parameter(data, requires_grad=parameter.requires_grad)
+                vars(made).update(vars(parameter))
+                made.__class__ = type(parameter)
+                for module, name in places[id(parameter)]:
+                    setattr(module, name, made)
+            self._take_over_buffers(weights)
+
+    def _take_over_buffers(self, weights: Weights | None) -> None:
+        """Read buffers where weights have them; compute the rest of a meta model's as its factory does."""
+        known: dict[int, torch.Tensor] = {}
+        lost = []
+        for name, buffer in list(self.model.named_buffers(remove_duplicate=False)):
+            module = self.model.get_submodule(name.rpartition(".")[0])
+            value = known.get(id(buffer))
+            if value is None and weights is not None:
+                value = weights.read((name,), buffer)
+            if value is None and not buffer.is_meta:
+                value = buffer
+            if value is None:
+                lost.append(name)
+                continue
+            known[id(buffer)] = module._buffers[name.rpartition(".")[2]] = value.to(self._device)
+        if not lost:
+            return
+        if self._factory is None:
+            raise ArgumentError(
+                f"{len(lost)} buffers have no values (they are on the meta device) and the weights lack them, "
+                f"{_listed(lost)}: pass the function that builds the model, so that they can be computed"
+            )
+        values = dict(_built_without_parameters(self._factory).named_buffers(remove_duplicate=False))
+        for name in lost:
+            self.model.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = values[name].to(
+                self._device
+            )
+
+
+def _built(factory: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        model = factory()
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"the factory returned a {type(model).__name__}, not an nn.Module")
+    return model
+
+
+def _built_without_parameters(factory: Callable[[], nn.Module]) -> nn.Module:
+    """The model with real buffers, its parameters given up as soon as each is made."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            made = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+            vars(made).update(vars(parameter))
+            made.__class__ = type(parameter)
+            parameter = made
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
+    try:
+        return unwrap(factory())
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _placeholder(parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The parameter's shape over one single value: NaN, or the least there is."""
+    dtype = parameter.dtype
+    if dtype.is_floating_point or dtype.is_complex:
+        value: float = float("nan")
+    else:
+        value = 0 if dtype == torch.bool else torch.iinfo(dtype).min
+    return torch.full((), value, dtype=dtype, device=device).expand(parameter.shape)
+
+
+def _places(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """Where each parameter hangs in the model; tied ones hang in several places."""
+    places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places[id(parameter)].append((module, name))
+    return places
+
+
+def _module_stages(stage_of: Mapping[str, int]) -> dict[str, int]:
+    """Module path -> the stage that speaks for its buffers: its last call's, or for a container its first layer's."""
+    stages: dict[str, int] = {}
+    for layer, stage in stage_of.items():
+        path = "" if layer == ROOT else layer.partition("#")[0]
+        stages[path] = stage
+    for layer, stage in stage_of.items():
+        path = "" if layer == ROOT else layer.partition("#")[0]
+        while path:
+            path = path.rpartition(".")[0]
+            stages.setdefault(path, stage)
+    return stages
+
+
+def _refuse_optimizers(model: nn.Module) -> None:
+    """An optimizer made before holds all parameters, also those that leave this rank."""
+    ours = {id(parameter) for parameter in model.parameters()}
+    for found in _optimizers():
+        if any(id(parameter) in ours for group in found.param_groups for parameter in group["params"]):
+            name = type(found).__name__
+            raise ArgumentError(
+                f"an optimizer ({name}) was made from this model's parameters before materialize, which moves most of "
+                f"them to other ranks. Make it afterwards: torch.optim.{name}(stage.parameters(), ...)"
+            )
+
+
+def _optimizers() -> Iterator[torch.optim.Optimizer]:
+    for item in gc.get_objects():
+        if issubclass(type(item), torch.optim.Optimizer) and hasattr(item, "param_groups"):
+            yield item
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

@@ -1,0 +1,331 @@
+"""The stage that a rank trains: what a training loop needs, the same on one device and on many."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import Dataset, DistributedSampler
+
+from partitioner.errors import NotBuiltError
+from partitioner.executor import checkpoint
+from partitioner.executor.agreement import digest, refuse_differing
+from partitioner.executor.failures import Failures
+from partitioner.executor.mesh import Mesh, join_mesh
+from partitioner.executor.pipeline import Pipeline, WholeModel
+from partitioner.executor.placement import ModelOrFactory, Placement, WeightsLike
+from partitioner.executor.randomness import Randomness
+from partitioner.executor.recorder import Recorder
+from partitioner.executor.reduction import Reduction
+from partitioner.executor.replicas import Replicas
+from partitioner.losses import Loss, LossFunction, LossWeight
+from partitioner.microbatches import BatchDims, Cutter, MicroBatch, as_call, join
+from partitioner.plan import Plan
+from partitioner.slicing import Slice
+from partitioner.timeline import Timeline
+
+COMPARE_FIRST, COMPARE_EVERY = 2, 100
+"""Steps at which the ranks of a replica compare their batches: the first ones, then every so often."""
+
+
+def materialize(
+    plan: Plan,
+    model: ModelOrFactory,
+    *,
+    loss_fn: LossFunction | None = None,
+    loss_weight: LossWeight | None = None,
+    weights: WeightsLike | None = None,
+    batch_dim: BatchDims | None = None,
+    device: str | torch.device | None = None,
+    timeout: float | None = None,
+    seed: int | None = None,
+    keep_output: bool = True,
+) -> LiveStage:
+    """This rank's stage of the plan, ready to train; the same call on every rank. Use it in a `with` block.
+
+    `model`: a module is taken over in place: parameters of other stages become placeholders, names stay. A function
+    that builds one is called on the meta device, and each rank reads only its own tensors from `weights`: a state
+    dict, a .safetensors file or a folder of them, a file of torch.save, or a checkpoint of `save_checkpoint`.
+    `loss_fn(output, target)`: None takes the model's own loss. `loss_weight(inputs, target)`: what a micro-batch
+    counts for in a mean over something else than samples or valid labels; "sum" where the loss is a sum.
+    `batch_dim`: arguments whose samples lie elsewhere than the plan says: {"positions": None, "target": 0}.
+    `timeout`: seconds without progress after which a rank gives up; None is max(60, 10 x the predicted step).
+    `seed`: of dropout and the like; None takes torch's on rank 0, as torch.manual_seed set it.
+    `keep_output`: False frees the last stage's outputs at once, and there is no `last_output`.
+
+    PlanMismatchError: another number of processes, or another model than the plan's. ArgumentError: parameters on the
+    meta device without weights; an optimizer made too early.
+    """
+    if not plan.runnable:
+        raise NotBuiltError("this plan cannot be run by this version: " + " ".join(plan.why))
+    for stage in plan.stages:
+        if stage.recompute:
+            raise NotBuiltError(f"stage {stage.index} of the plan recomputes activations, which is not built yet")
+    seconds = max(60.0, 10 * plan.prediction.step_s) if timeout is None else timeout
+    mesh = join_mesh(plan, device, seconds)
+    try:
+        placement = Placement(plan, mesh.stage, model, mesh.device, weights)
+        loss = Loss(placement.model, loss_fn, loss_weight)
+        cutter = Cutter(plan.training.batch_dim, batch_dim)
+        return LiveStage(plan, mesh, placement, loss, cutter, seed, weights is None, keep_output)
+    except BaseException:
+        mesh.close()
+        raise
+
+
+class LiveStage:
+    """One rank's part of a model under a plan. Make it with `materialize`."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        mesh: Mesh,
+        placement: Placement,
+        loss: Loss,
+        cutter: Cutter,
+        seed: int | None,
+        copy_values: bool,
+        keep_output: bool,
+    ) -> None:
+        self.plan = plan
+        self._mesh, self._placement, self._loss, self._cutter = mesh, placement, loss, cutter
+        self._failures = Failures(mesh, placement.model)
+        self._seed = int(mesh.gather(torch.initial_seed() if seed is None else seed)[0])
+        self._inert = nn.Parameter(torch.zeros((), device=mesh.device))
+        part: Slice | WholeModel = WholeModel(placement.model)
+        if plan.num_stages > 1:
+            part = Slice(placement.model, plan.profile, plan.stage_of(), mesh.stage, device=mesh.device)
+        edges = {(stage, target) for stage, targets in mesh.gather((mesh.stage, part.targets)) for target in targets}
+        mesh.make_groups(placement.owner_sets(), edges)
+        shared: dict[tuple[int, ...], list[nn.Parameter]] = {}
+        for name, parameter in placement.own.items():
+            shared.setdefault(placement.owner_set_of(name), []).append(parameter)
+        self._reduction = Reduction(mesh, shared)
+        if copy_values:
+            self._reduction.copy_values(list(placement.model.buffers()))
+        self._recorder = Recorder(mesh, list(self.parameters()))
+        self._replicas = None
+        if plan.num_stages == 1 and plan.num_replicas > 1 and self._trains():
+            self._replicas = Replicas(mesh, placement.model, loss)
+        randomness = Randomness(self._seed, mesh.stage, mesh.replica, mesh.device)
+        self._pipeline = Pipeline(mesh, part, loss, randomness, self._recorder, self._replicas)
+        self._keep_output = keep_output
+        self._outputs: tuple[list[Any], list[int], list[float]] | None = None
+        self._num_calls = 0
+        self._num_steps = 0
+
+    # -- the model
+
+    @property
+    def module(self) -> nn.Module:
+        """The whole model; parameters of other stages are placeholders."""
+        return self._placement.model
+
+    @property
+    def stage(self) -> int:
+        """Which stage of the plan this rank runs."""
+        return self._mesh.stage
+
+    @property
+    def rank(self) -> int:
+        return self._mesh.rank
+
+    @property
+    def dp_rank(self) -> int:
+        """Which replica this rank is part of; ranks of one replica take the same batches."""
+        return self._mesh.replica
+
+    @property
+    def dp_size(self) -> int:
+        return self._mesh.num_replicas
+
+    @property
+    def device(self) -> torch.device:
+        return self._mesh.device
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This stage's parameters under the model's names, and an inert one where none of them is trained."""
+        yield from self._placement.own.items()
+        if not self._trains():
+            yield "(inert)", self._inert
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """What to give to an optimizer; the same line works on every rank, also where a stage trains nothing."""
+        for _, parameter in self.named_parameters():
+            yield parameter
+
+    def state_dict(self) -> dict[str, Any]:
+        """This stage's part of the model's state dict, under the model's own keys."""
+        return self._placement.state_dict()
+
+    def full_state_dict(self) -> dict[str, Any] | None:
+        """The whole model's state dict on rank 0, on the CPU; None elsewhere. Every rank must call it."""
+        with self._failures.caught(self._pipeline):
+            return checkpoint.full_state_dict(self._mesh, self._placement)
+
+    def save_checkpoint(self, path: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Write model and optimizer as a folder, whole or not at all. Every rank must call it.
+
+        It loads under any other plan, with `load_checkpoint`, and into the plain model with torch's
+        `dcp.load({"model": model.state_dict()}, checkpoint_id=path)`.
+        """
+        with self._failures.caught(self._pipeline):
+            training = {"num_steps": self._num_steps, "num_calls": self._num_calls, "seed": self._seed}
+            checkpoint.save(path, self._mesh, self._placement, optimizer, training)
+
+    def load_checkpoint(self, path: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Read what `save_checkpoint` wrote, under this or any other plan. Every rank must call it."""
+        with self._failures.caught(self._pipeline):
+            training = checkpoint.load(path, self._mesh, self._placement, optimizer)
+            self._num_steps, self._num_calls = int(training["num_steps"]), int(training["num_calls"])
+
+    # -- training
+
+    def train_step(self, inputs: Any, target: Any = None) -> torch.Tensor:
+        """Forward and backward of one batch of this replica; the loss of the whole batch over all replicas.
+
+        `inputs`: a tensor, a tuple of arguments or a dict of keyword arguments. All ranks of a replica pass the same.
+        The loss is 0-d, detached and the same on every rank. Gradients are added to those already there.
+        """
+        with self._failures.caught(self._pipeline):
+            self._recorder.begin()
+            microbatches, weights = self._prepared(inputs, target)
+            total, shares = self._shares(microbatches, weights)
+            outputs: list[Any] = []
+            if self._replicas is None:
+                self._reduction.begin()
+            part = self._pipeline.train(self._num_calls, microbatches, shares, outputs if self._keep_output else None)
+            with self._recorder.span("sync"):
+                loss = self._agreed_loss(part if total else None, bool(total))
+                if self._replicas is None:
+                    self._reduction.finish()
+            self._outputs = (outputs, [microbatch.samples for microbatch in microbatches], weights)
+            self._num_steps += 1
+            return loss
+
+    def eval_step(self, inputs: Any) -> Any:
+        """The model's output for a batch, without gradients: on the last stage's rank of each replica, None elsewhere.
+
+        Nothing is switched to evaluation: `stage.module.eval()` does that.
+        """
+        with self._failures.caught(self._pipeline), torch.no_grad():
+            microbatches, weights = self._prepared(inputs, None)
+            outputs = self._pipeline.evaluate(self._num_calls, microbatches)
+            sizes = [microbatch.samples for microbatch in microbatches]
+            return join(outputs, sizes, weights, self._cutter.batch_dim) if self._mesh.is_last else None
+
+    @property
+    def last_output(self) -> Any:
+        """The model's output in the last `train_step`, detached, on the last stage's ranks; None elsewhere.
+
+        Only tensors in containers are kept, not objects such as key-value caches.
+        """
+        if self._outputs is None or not self._outputs[0]:
+            return None
+        return join(*self._outputs, self._cutter.batch_dim)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients so that the norm of the whole model's is `max_norm` at most; the norm before.
+
+        A parameter that several stages share counts once. Every rank must call it.
+        """
+        with self._failures.caught(self._pipeline):
+            counted, own = [], []
+            for name, parameter in self._placement.own.items():
+                if parameter.grad is not None:
+                    own.append(parameter.grad)
+                    if self._placement.owner_set_of(name)[0] == self._mesh.stage:
+                        counted.append(parameter.grad)
+            norms = [torch.linalg.vector_norm(_values(grad), norm_type, dtype=torch.float32).cpu() for grad in counted]
+            local = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+            if self._mesh.num_stages > 1:
+                parts = [torch.zeros(()) for _ in range(self._mesh.num_stages)]
+                dist.all_gather(parts, local, group=self._mesh.within_replica)
+                local = torch.linalg.vector_norm(torch.stack(parts), norm_type)
+            factor = torch.clamp(max_norm / (local + 1e-6), max=1.0)
+            for gradient in own:
+                gradient.mul_(factor.to(gradient.device))
+            return local.to(self._mesh.device)
+
+    def sampler(self, dataset: Dataset[Any], *, shuffle: bool = True, drop_last: bool = False) -> Any:
+        """A sampler for a DataLoader: this replica's samples, in the same order on all of its ranks.
+
+        Call its `set_epoch(epoch)` before each epoch for another order.
+        """
+        return DistributedSampler(
+            dataset, self.dp_size, self.dp_rank, shuffle=shuffle, seed=self._seed % 2**32, drop_last=drop_last
+        )
+
+    def timeline(self) -> Timeline:
+        """What every rank did in the last step, on one clock. Every rank must call it."""
+        with self._failures.caught(self._pipeline):
+            return self._recorder.timeline()
+
+    # -- life
+
+    def close(self) -> None:
+        """Leave the process groups made here. The model stays as it is: this stage's part of it."""
+        self._recorder.close()
+        self._mesh.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._failures.note(error, self._pipeline)
+        self.close()
+
+    # -- inside
+
+    def _trains(self) -> bool:
+        return any(parameter.requires_grad for parameter in self._placement.own.values())
+
+    def _prepared(self, inputs: Any, target: Any) -> tuple[list[MicroBatch], list[float]]:
+        """The batch in micro-batches and what each counts for; now and then compared with the replica's other ranks."""
+        self._num_calls += 1
+        args, kwargs = as_call(inputs)
+        mesh = self._mesh
+        if mesh.num_stages > 1 and (self._num_calls <= COMPARE_FIRST or self._num_calls % COMPARE_EVERY == 0):
+            refuse_differing(digest((args, kwargs, target)), mesh)
+        microbatches = self._cutter.cut(args, kwargs, target, self.plan.num_microbatches)
+        parts = [
+            part.kwargs if isinstance(inputs, Mapping) else part.args if type(inputs) is tuple else part.args[0]
+            for part in microbatches
+        ]
+        return microbatches, self._loss.weights(microbatches, parts)
+
+    def _shares(self, microbatches: Sequence[MicroBatch], weights: Sequence[float]) -> tuple[float, list[float]]:
+        """The whole batch's weight over all replicas, and what each micro-batch's loss counts for."""
+        if self._loss.is_sum(microbatches[0].kwargs):
+            return 1.0, [1.0] * len(weights)
+        total = sum(weights)
+        if self._mesh.num_replicas > 1 and self._mesh.is_last:
+            everywhere = torch.tensor(total, dtype=torch.float64)
+            dist.all_reduce(everywhere, group=self._mesh.across)
+            total = float(everywhere)
+        return total, [weight / total if total else 0.0 for weight in weights]
+
+    def _agreed_loss(self, part: torch.Tensor | None, counts: bool) -> torch.Tensor:
+        """The loss on every rank. A batch in which nothing counts has none: NaN, as a mean over nothing is."""
+        mesh = self._mesh
+        value = torch.tensor(float("nan") if part is None or not counts else float(part), dtype=torch.float64)
+        if mesh.is_last and mesh.num_replicas > 1:
+            dist.all_reduce(value, group=mesh.across)
+        if mesh.num_stages > 1:
+            dist.broadcast(value, mesh.rank_of(mesh.num_stages - 1), group=mesh.within_replica)
+        dtype = torch.float64 if self.plan.profile.dtype == "float64" else torch.float32
+        return value.to(mesh.device, dtype)
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor:
+    plain = tensor.coalesce().values() if tensor.is_sparse else tensor
+    return torch.view_as_real(plain) if plain.is_complex() else plain
