@@ -40,6 +40,7 @@ def solve(profile: Profile, cluster: Cluster, training: Training) -> Plan:
 def _plan(graph: CostGraph, cluster: Cluster, training: Training, searched: Searched) -> Plan:
     best = searched.found[0]
     setting = best.setting
+    free = _unpinned(graph, cluster, training)
     baseline = single_device(graph, cluster, training)
     prediction = predict(
         graph,
@@ -65,28 +66,42 @@ def _plan(graph: CostGraph, cluster: Cluster, training: Training, searched: Sear
         stages=stages,
         prediction=prediction,
         lower_bound_s=min(searched.lower_bound_s, prediction.step_s + prediction.optimizer_s),
-        runners_up=_runners_up(graph, searched),
-        why=reasons(best, prediction, searched),
+        runners_up=_runners_up(graph, searched, free),
+        why=reasons(best, prediction, searched, free),
     )
 
 
-def _runners_up(graph: CostGraph, searched: Searched) -> tuple[Alternative, ...]:
-    """The best of each other mesh, schedule and layout, best first; then meshes of which nothing fits."""
-    seen = {_kind(searched.found[0])}
-    alternatives = []
+def _unpinned(graph: CostGraph, cluster: Cluster, training: Training) -> Found | None:
+    """What the best would be if nothing were pinned; None: nothing is, or nothing else fits."""
+    if not training.pin:
+        return None
+    training = training.model_copy(update={"pin": {}})
+    for meshes in mesh_levels(graph, cluster, training):
+        if found := search(graph, cluster, training, meshes).found:
+            return found[0]
+    return None
+
+
+def _runners_up(graph: CostGraph, searched: Searched, free: Found | None) -> tuple[Alternative, ...]:
+    """The best without pins, where there are any; then the best of each other mesh and schedule."""
+    seen, chosen = {_kind(searched.found[0])}, []
     for found in searched.found[1:]:
         if _kind(found) not in seen:
             seen.add(_kind(found))
-            alternatives.append(
-                Alternative(
-                    mesh=found.setting.mesh,
-                    schedule=found.setting.schedule,
-                    num_microbatches=found.setting.num_microbatches,
-                    stage_sizes=tuple(last - first for first, last in graph.bounds(found.cuts)),
-                    step_s=found.total_s,
-                )
-            )
-    return tuple(alternatives[:MOST_RUNNERS_UP])
+            chosen.append((found, ""))
+    if free is not None:
+        chosen.insert(0, (free, "without the pinned layers"))
+    return tuple(
+        Alternative(
+            mesh=found.setting.mesh,
+            schedule=found.setting.schedule,
+            num_microbatches=found.setting.num_microbatches,
+            stage_sizes=tuple(last - first for first, last in graph.bounds(found.cuts)),
+            step_s=found.total_s,
+            reason=reason,
+        )
+        for found, reason in chosen[:MOST_RUNNERS_UP]
+    )
 
 
 def _kind(found: Found) -> tuple[object, ...]:

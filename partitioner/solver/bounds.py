@@ -86,6 +86,8 @@ class Bounds:
         return [np.array([devices[rank].relative_speed for rank in ranks]) for ranks in self.replayer.replicas]
 
     def _optimizer_s(self) -> float:
+        if not self.graph.trainable_elements(0, self.graph.num_layers):
+            return 0.0
         return self.graph.profile.optimizer_s / min(float(speeds.sum()) for speeds in self._speeds())
 
     def _bottleneck(self, prefix_s: Floats, speeds: Floats) -> float:

@@ -8,7 +8,7 @@ from partitioner.graph import CostGraph
 from partitioner.memory import memory_limit
 from partitioner.plan import Prediction
 from partitioner.solver.chain import cheapest_split, smallest_bottleneck
-from partitioner.solver.problem import Found
+from partitioner.solver.problem import CLOSE, Found
 from partitioner.solver.search import Searched
 from partitioner.specs import format_bytes
 
@@ -16,13 +16,14 @@ NOTICEABLE = 0.01
 """Relative; what changes a step by less is left unsaid."""
 
 
-def reasons(found: Found, prediction: Prediction, searched: Searched) -> tuple[str, ...]:
-    """What binds first, then what else was given up, then assumptions."""
+def reasons(found: Found, prediction: Prediction, searched: Searched, free: Found | None) -> tuple[str, ...]:
+    """What binds first, then what else was given up, then assumptions. `free`: the best without pins."""
     return (
         *_binds(found, prediction),
         *_memory(found),
         *_replicas(found, searched),
         *_devices(found, prediction),
+        *_pins(found, free),
         *_assumptions(found, prediction),
     )
 
@@ -112,6 +113,19 @@ def _devices(found: Found, prediction: Prediction) -> list[str]:
             "use fewer devices or a larger batch"
         )
     return said
+
+
+def _pins(found: Found, free: Found | None) -> list[str]:
+    if free is None:
+        return []
+    pinned = f"{len(found.problem.training.pin)} layers are pinned"
+    cost = found.total_s / free.total_s - 1
+    if cost < CLOSE:
+        return [f"{pinned}; without that no better split was found"]
+    return [
+        f"{pinned}; without that the best takes {duration(free.total_s)} instead of {duration(found.total_s)}, "
+        f"{100 * (1 - free.total_s / found.total_s):.1f} % less"
+    ]
 
 
 def _assumptions(found: Found, prediction: Prediction) -> list[str]:

@@ -147,8 +147,15 @@ class Problem:
             return None
         totals = self.replayer.total_s(cuts)
         near = np.flatnonzero(totals <= totals.min() * (1 + CLOSE))
-        rows = sorted((tuple(map(int, cuts[k])), float(totals[k])) for k in near)
-        return Found(rows[0][1], self, rows[0][0], proven)
+        uneven = np.round(self._bottleneck_s(cuts[near]) / (totals.min() or 1.0), 9)
+        k = near[np.lexsort((*cuts[near].T[::-1], uneven))[0]]  # the most even, then the earliest cuts
+        return Found(float(totals[k]), self, tuple(map(int, cuts[k])), proven)
+
+    def _bottleneck_s(self, cuts: Ints) -> Any:
+        edges, before_s = self._edges(cuts), self.replayer.costs.before_s
+        devices = self.cluster.devices
+        speeds = np.array([min(devices[rank].relative_speed for rank in ranks) for ranks in self.setting.ranks])
+        return ((before_s[edges[:, 1:]] - before_s[edges[:, :-1]]) / speeds).max(axis=1)
 
     def _improve(self, found: Found) -> Found:
         """Hill climbing: all runs of consecutive cuts moved together by one step, first long steps, then short ones.

@@ -63,7 +63,7 @@ def check_request(graph: CostGraph, cluster: Cluster, training: Training) -> Non
                 f"{count} micro-batches do not divide the {each} samples of {'a replica' if dp else 'the batch'}: use "
                 f"{_near_divisors(each, count)} micro-batches, or batch_size {_near(batch, count * (dp or 1))}"
             )
-    _check_pins(graph, training)
+    _check_pins(graph, cluster, training)
 
 
 def pinned_positions(graph: CostGraph, training: Training) -> dict[int, int]:
@@ -71,7 +71,7 @@ def pinned_positions(graph: CostGraph, training: Training) -> dict[int, int]:
     return {graph.position[name]: stage for name, stage in training.pin.items()}
 
 
-def _check_pins(graph: CostGraph, training: Training) -> None:
+def _check_pins(graph: CostGraph, cluster: Cluster, training: Training) -> None:
     unknown = [name for name in training.pin if name not in graph.position]
     if unknown:
         raise ArgumentError(
@@ -79,6 +79,25 @@ def _check_pins(graph: CostGraph, training: Training) -> None:
             f"{', '.join(graph.ids[:4])}{', ...' if graph.num_layers > 4 else ''}"
         )
     pins = sorted(pinned_positions(graph, training).items())
+    highest = max(training.pin.values(), default=0)
+    pp = _fixed(training).get("pp")
+    if highest >= (pp or cluster.num_devices):
+        there = f"pp={pp}" if pp else f"a pipeline over {cluster.num_devices} devices"
+        raise ArgumentError(
+            f"pin names stage {highest}, but {there} has stages 0 to {(pp or cluster.num_devices) - 1} at most: pin to "
+            "one of these"
+        )
+    for position, stage in pins:
+        # Every stage before it needs a cut, and every one after it.
+        before = sum(cut <= position for cut in graph.allowed_cuts)
+        after = len(graph.allowed_cuts) - before
+        if before < stage or (pp and after < pp - 1 - stage):
+            needs = f"{stage} cuts before it, but {before} are possible"
+            if before >= stage and pp:
+                needs = f"{pp - 1 - stage} cuts after it, but {after} are possible"
+            raise ArgumentError(
+                f"pin puts layer {graph.ids[position]} on stage {stage}, which needs {needs}: pin it to another stage"
+            )
     for (first, stage), (second, later) in pairwise(pins):
         if later < stage:
             raise ArgumentError(
@@ -93,10 +112,6 @@ def _check_pins(graph: CostGraph, training: Training) -> None:
                 f"but between them {len(between)} cuts are possible and {later - stage} are needed"
                 + (f": {reasons[0]}" if reasons else "")
             )
-    highest = max(training.pin.values(), default=0)
-    pp = _fixed(training).get("pp")
-    if pp is not None and highest >= pp:
-        raise ArgumentError(f"pin names stage {highest}, but pp={pp} has stages 0 to {pp - 1}: use pp={highest + 1}")
 
 
 def mesh_levels(graph: CostGraph, cluster: Cluster, training: Training) -> list[list[tuple[int, int]]]:

@@ -43,7 +43,8 @@ def shortage(graph: CostGraph, cluster: Cluster, training: Training) -> str:
     sizes = sorted(((value, name) for name, value in items.model_dump().items() if value), reverse=True)
     held = int(problem.held[stage])
     largest = ", ".join(
-        f"{name} {format_bytes(value)}" + (f" of {held} micro-batches in flight" if name == "activations" else "")
+        f"{name} {format_bytes(value)}"
+        + (f" of {held} micro-batch{'es' if held > 1 else ''} in flight" if name == "activations" else "")
         for value, name in sizes[:3]
     )
     first, last = bounds[stage]
@@ -54,7 +55,7 @@ def shortage(graph: CostGraph, cluster: Cluster, training: Training) -> str:
         else f"stage {stage} ({graph.ids[first]} to {graph.ids[last - 1]})"
     )
     mesh = f"pp={setting.num_stages}, dp={setting.num_replicas}, {setting.schedule}, "
-    mesh += f"{setting.num_microbatches} micro-batches"
+    mesh += f"{setting.num_microbatches} micro-batch{'es' if setting.num_microbatches > 1 else ''}"
     devices = "1 device" if cluster.num_devices == 1 else f"{cluster.num_devices} devices"
     return (
         f"does not fit: {name} needs {format_bytes(items.total)} of {format_bytes(limit)} ({largest}), "

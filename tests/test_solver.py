@@ -1,0 +1,462 @@
+"""Plans against brute force, published cases and what every plan must hold."""
+
+import itertools
+import random
+import time
+
+import numpy as np
+import pytest
+from chains import LOTS, chain, cluster, random_chain
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from partitioner.errors import ArgumentError, InfeasibleError
+from partitioner.graph import CostGraph
+from partitioner.memory import memory_limit, stage_memory
+from partitioner.schedule import in_flight
+from partitioner.simulator import predict, single_device
+from partitioner.solver import problem as one_setting
+from partitioner.solver import solve
+from partitioner.solver.chain import Chain, best_split, cheapest_split, smallest_bottleneck, start_flags
+from partitioner.solver.evaluate import Replayer
+from partitioner.solver.settings import Setting, divisors, layouts, mesh_levels
+from partitioner.solver.settings import settings as every_setting
+from partitioner.specs import Link, Training
+
+SLOW = Link.of(1e-6, 1e9)
+SLOWER = Link.of(1e-5, 1e8)
+
+
+def sizes(plan):
+    return [len(stage.layers) for stage in plan.stages]
+
+
+def total_s(plan):
+    return plan.prediction.step_s + plan.prediction.optimizer_s
+
+
+# Cases with a known answer
+
+
+@pytest.mark.parametrize("m", [1, 2, 8, 64])
+def test_a_head_slower_than_the_rest_caps_the_speedup_for_any_number_of_micro_batches(m):
+    plan = solve(
+        chain([1, 1, 1, 1, 1, 1, 8]), cluster(2), Training(batch_size=64, mesh={"pp": 2, "dp": 1}, microbatches=m)
+    )
+    assert sizes(plan) == [6, 1]
+    bottleneck = max(stage.forward_s for stage in plan.prediction.stages) / plan.microbatch_samples
+    assert bottleneck == 8
+    assert plan.prediction.speedup <= 1.75
+    assert any("cannot be cut further" in reason and "1.75" in reason for reason in plan.why)
+
+
+def test_three_layers_on_eight_devices_make_no_empty_stage():
+    plan = solve(chain([1.0, 1.0, 1.0]), cluster(8), Training(batch_size=32))
+    assert plan.mesh in ({"pp": 1, "dp": 8}, {"pp": 2, "dp": 4})
+    assert all(stage.layers for stage in plan.stages)
+    assert plan.num_ranks == 8
+
+
+def test_devices_left_over_are_said_to_be():
+    plan = solve(chain([1.0, 1.0, 1.0]), cluster(8), Training(batch_size=10))
+    assert plan.num_ranks == 6  # 8 = 1 x 8 or 2 x 4 and 7 = 1 x 7 do not divide the batch
+    assert any("6 of 8 devices are used" in reason and "batch of 10" in reason for reason in plan.why)
+
+
+def test_more_stages_than_layers_is_one_error_with_both_numbers():
+    with pytest.raises(ArgumentError, match=r"pp=8 .* the model has 3"):
+        solve(chain([1.0, 1.0, 1.0]), cluster(8), Training(batch_size=32, mesh={"pp": 8, "dp": 1}))
+
+
+@pytest.mark.parametrize(("speeds", "counts"), [((2.0, 1.0), [8, 4]), ((1.0, 2.0), [4, 8])])
+def test_a_device_twice_as_fast_gets_twice_the_layers(speeds, counts):
+    plan = solve(
+        chain([1.0] * 12), cluster(2, speeds=speeds), Training(batch_size=16, mesh={"pp": 2, "dp": 1}, microbatches=16)
+    )
+    assert sizes(plan) == counts
+    assert [stage.forward_s for stage in plan.prediction.stages] == [4.0, 4.0]
+
+
+def test_a_limit_that_only_stage_0_breaks_moves_layers_to_later_stages():
+    profile = chain([1.0] * 8, saved_bytes=100)
+    free = solve(profile, cluster(4), Training(batch_size=8, mesh={"pp": 4, "dp": 1}, microbatches=8, schedule="1f1b"))
+    assert sizes(free) == [2, 2, 2, 2]
+    assert [stage.memory.total for stage in free.prediction.stages] == [800, 600, 400, 200]
+    assert [stage.in_flight for stage in free.prediction.stages] == [4, 3, 2, 1]
+    tight = solve(
+        profile,
+        cluster(4, memory_bytes=650),
+        Training(batch_size=8, mesh={"pp": 4, "dp": 1}, microbatches=8, schedule="1f1b"),
+    )
+    assert sizes(tight)[0] == 1
+    assert sum(sizes(tight)) == 8
+    assert all(stage.memory.total <= 650 for stage in tight.prediction.stages)
+    assert any("memory of stage 0 binds" in reason for reason in tight.why)
+
+
+def test_a_stage_0_that_cannot_fit_is_named_with_the_bytes_short_and_what_fits():
+    profile = chain([1.0] * 4, saved_bytes=[1000, 10, 10, 10])
+    request = {"batch_size": 8, "mesh": {"pp": 4, "dp": 1}, "microbatches": 8}
+    with pytest.raises(
+        InfeasibleError, match=r"does not fit: layer 0, alone on stage 0, needs 3.9 KiB of 2.0 KiB"
+    ) as e:
+        solve(profile, cluster(4, memory_bytes=2048), Training(**request, schedule="1f1b"))
+    assert "1.9 KiB too much" in str(e.value)
+    assert "mesh=" in str(e.value)  # fewer stages hold fewer micro-batches
+    with pytest.raises(InfeasibleError, match=r"schedule='1f1b'"):
+        solve(profile, cluster(4, memory_bytes=4096), Training(**request, schedule="gpipe"))
+
+
+def test_the_ways_out_that_an_error_names_do_fit():
+    profile = chain([1.0] * 6, parameter_bytes=400, saved_bytes=300)
+    with pytest.raises(InfeasibleError) as e:
+        solve(profile, cluster(2, memory_bytes=4_000), Training(batch_size=4))
+    assert "What fits: 5 such devices or devices with" in str(e.value)
+    solve(profile, cluster(5, memory_bytes=4_000), Training(batch_size=4))
+    with pytest.raises(InfeasibleError):
+        solve(profile, cluster(4, memory_bytes=4_000), Training(batch_size=4))
+    with pytest.raises(InfeasibleError, match="batch_size=2"):
+        solve(profile, cluster(1, memory_bytes=13_300), Training(batch_size=4, microbatches=1))
+    solve(profile, cluster(1, memory_bytes=13_300), Training(batch_size=2, microbatches=1))
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        ({"batch_size": 10, "mesh": {"pp": 1, "dp": 4}}, r"batch_size 10 .* 4 replicas: use batch_size 8 or 12"),
+        ({"batch_size": 3, "mesh": {"pp": 1, "dp": 4}}, r"batch_size 3 .* 4 replicas: use batch_size 4"),
+        ({"batch_size": 16, "microbatches": 5, "mesh": {"pp": 2, "dp": 2}}, r"5 micro-batches .* 8 samples .* 4 or 8"),
+        ({"batch_size": 7, "microbatches": 2}, r"2 micro-batches .* 7 samples .* 1 or 7 .* batch_size 6 or 8"),
+        ({"batch_size": 8, "mesh": {"pp": 2, "dp": 4}}, r"needs 8 devices, there are 4"),
+        ({"batch_size": 8, "pin": {"nobody": 0}}, r"'nobody'.* 6 layers"),
+        ({"batch_size": 8, "pin": {"2": 2, "3": 1}}, r"layer 2 on stage 2 .* layer 3 on stage 1"),
+        ({"batch_size": 8, "pin": {"1": 0, "2": 2}}, r"between them 1 cuts are possible and 2 are needed"),
+        ({"batch_size": 8, "pin": {"5": 3}, "mesh": {"pp": 2, "dp": 1}}, r"stage 3, but pp=2"),
+        ({"batch_size": 8, "pin": {"5": 9}}, r"stage 9.* 4 devices"),
+        ({"batch_size": 8, "pin": {"1": 3}}, r"layer 1 on stage 3, which needs 3 cuts before it, but 1 are"),
+    ],
+)
+def test_what_cannot_be_had_is_one_error_with_both_numbers(request_, words):
+    with pytest.raises(ArgumentError, match=words):
+        solve(chain([1.0] * 6), cluster(4), Training(**request_))
+
+
+# What the user pins
+
+
+def test_pinned_layers_stay_where_they_are_pinned():
+    profile = chain([1.0] * 8)
+    plan = solve(profile, cluster(2), Training(batch_size=8, mesh={"pp": 2, "dp": 1}, pin={"5": 0}))
+    assert sizes(plan) == [6, 2]
+    plan = solve(profile, cluster(2), Training(batch_size=8, mesh={"pp": 2, "dp": 1}, pin={"2": 1, "0": 0}))
+    assert sizes(plan) == [2, 6]
+
+
+def test_a_whole_split_by_hand_is_kept_and_compared_with_the_best():
+    profile = chain([1.0] * 8)
+    pin = {str(k): int(k >= 6) for k in range(8)}
+    plan = solve(profile, cluster(2), Training(batch_size=8, pin=pin, microbatches=8))
+    assert sizes(plan) == [6, 2]
+    assert any("pinned" in reason and "without" in reason for reason in plan.why)
+
+
+# Meshes, layouts and links
+
+
+def test_replicas_win_where_sync_is_cheap_and_stages_where_it_is_dear():
+    def mesh(parameter_bytes, tensor_bytes):
+        profile = chain([1e-3] * 8, parameter_bytes=parameter_bytes, tensor_bytes=tensor_bytes)
+        return solve(profile, cluster(4, link=SLOW), Training(batch_size=64)).mesh
+
+    assert mesh(4_000, 4_000) == {"pp": 1, "dp": 4}
+    assert mesh(400_000_000, 4_000) == {"pp": 4, "dp": 1}
+
+
+def test_the_axis_that_moves_more_stays_inside_a_node():
+    def ranks(parameter_bytes, tensor_bytes):
+        profile = chain([1e-3] * 8, parameter_bytes=parameter_bytes, tensor_bytes=tensor_bytes)
+        there = cluster(4, link=SLOW, inter=SLOWER, nodes=[0, 0, 1, 1])
+        return [s.ranks for s in solve(profile, there, Training(batch_size=64, mesh={"pp": 2, "dp": 2})).stages]
+
+    assert ranks(4_000, 400_000) == [(0, 2), (1, 3)]  # a replica a node
+    assert ranks(4_000_000, 400) == [(0, 1), (2, 3)]  # a stage a node
+
+
+def test_one_layout_is_left_where_both_take_the_same_time():
+    assert len(layouts(cluster(4), 2, 2)) == 1
+    assert len(layouts(cluster(4, nodes=[0, 0, 1, 1], inter=SLOWER), 2, 2)) == 2
+    assert len(layouts(cluster(4, nodes=[0, 0, 1, 1], inter=SLOWER), 1, 4)) == 1
+    assert len(layouts(cluster(4, speeds=[1.0, 1.0, 2.0, 2.0]), 2, 2)) == 2
+
+
+def test_one_device_is_a_plan_like_any_other():
+    plan = solve(chain([1.0] * 3, parameter_bytes=400, optimizer_s=0.5), cluster(1), Training(batch_size=4))
+    assert (plan.mesh, plan.num_microbatches, plan.prediction.speedup) == ({"pp": 1, "dp": 1}, 1, 1.0)
+    assert total_s(plan) == plan.lower_bound_s == 24.5
+
+
+def test_an_axis_left_out_of_the_mesh_is_free():
+    assert solve(chain([1.0] * 8), cluster(4), Training(batch_size=8, mesh={"pp": 2})).mesh == {"pp": 2, "dp": 2}
+
+
+def test_divisors():
+    for number in (1, 2, 12, 49, 97, 360):
+        assert divisors(number) == [k for k in range(1, number + 1) if number % k == 0]
+
+
+# The chain against the O(n^2 k) table and against every split
+
+
+def slow_bottleneck(chain_):
+    """best[s + 1][j] = min over i < j of max(best[s][i], seconds(s, i, j))."""
+    n = chain_.num_layers
+    best = [0.0] + [float("inf")] * n
+    for s, speed in enumerate(chain_.speeds):
+        following = [float("inf")] * (n + 1)
+        for j in range(1, n + 1):
+            for i in range(j):
+                if chain_.starts[s, i]:
+                    seconds = (chain_.prefix_s[j] - chain_.prefix_s[i]) / speed
+                    following[j] = min(following[j], max(best[i], seconds))
+        best = following
+    return best[n]
+
+
+def slow_cheapest(chain_, bottleneck):
+    """best[s + 1][j] = min over i < j of best[s][i] + hop(s, i) + seconds(s, i, j), where it is allowed and fits."""
+    n = chain_.num_layers
+    best = [0.0] + [float("inf")] * n
+    for s, speed in enumerate(chain_.speeds):
+        following = [float("inf")] * (n + 1)
+        for j in range(1, n + 1):
+            for i in range(j):
+                seconds = (chain_.prefix_s[j] - chain_.prefix_s[i]) / speed
+                fits = chain_.fits is None or bool(chain_.fits(s, i, j))
+                if chain_.starts[s, i] and fits and seconds <= bottleneck * (1 + 1e-12):
+                    following[j] = min(following[j], best[i] + (chain_.hops_s[s, i] if s else 0.0) + seconds)
+        best = following
+    return best[n]
+
+
+def random_problem(rng):
+    n = rng.randrange(2, 11)
+    p = rng.randrange(1, min(n, 4) + 1)
+    seconds = [rng.choice([rng.random(), float(rng.randrange(4))]) for _ in range(n)]
+    allowed = tuple(k for k in range(1, n) if rng.random() < 0.85)
+    pins = {rng.randrange(n): rng.randrange(p)} if rng.random() < 0.3 else {}
+    starts = start_flags(n, p, allowed, pins)
+    splits = [
+        cuts
+        for cuts in itertools.combinations(allowed, p - 1)
+        if all((0, *cuts)[stage] <= k < (*cuts, n)[stage] for k, stage in pins.items())
+    ]
+    if starts is None:
+        return None, splits
+    used = np.concatenate(([0.0], np.cumsum([rng.randrange(5) for _ in range(n)])))
+    wide = np.array([rng.randrange(4) for _ in range(n + 1)])
+    limit = np.array([rng.randrange(4, 16) for _ in range(p)])
+    bound = rng.random() < 0.5
+    return Chain(
+        prefix_s=np.concatenate(([0.0], np.cumsum(seconds))),
+        speeds=tuple(rng.choice([1.0, 2.0]) for _ in range(p)) if rng.random() < 0.4 else (1.0,) * p,
+        starts=starts,
+        hops_s=np.array([[rng.random() * 2 for _ in range(n + 1)] for _ in range(p)]),
+        fits=(lambda s, i, j: used[j] - used[i] + wide[i] + wide[j] <= limit[s]) if bound else None,
+        roomy=(lambda s, i, j: used[j] - used[i] <= limit[s]) if bound else None,
+    ), splits
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_the_chain_is_cut_as_well_as_any_split_of_it(seed):
+    rng = random.Random(seed)
+    problem, splits = random_problem(rng)
+    assert (problem is None) == (not splits)
+    if problem is None:
+        return
+    every = [problem.split(cuts) for cuts in splits]
+    assert smallest_bottleneck(problem) == pytest.approx(min(split.bottleneck_s for split in every))
+    assert smallest_bottleneck(problem) == pytest.approx(slow_bottleneck(problem))
+    edges = {cuts: list(zip((0, *cuts), (*cuts, problem.num_layers), strict=True)) for cuts in splits}
+    fitting = [
+        split
+        for split in every
+        if problem.fits is None or all(problem.fits(s, i, j) for s, (i, j) in enumerate(edges[split.cuts]))
+    ]
+    for bottleneck in (rng.random() * problem.prefix_s[-1], float("inf")):
+        found = cheapest_split(problem, bottleneck)
+        best = min((one.sum_s for one in fitting if one.bottleneck_s <= bottleneck), default=float("inf"))
+        assert best == pytest.approx(slow_cheapest(problem, bottleneck))
+        assert (float("inf") if found is None else found.sum_s) == pytest.approx(best)
+    weight = rng.choice([0, 1, 7, 63])
+    ranked = best_split(problem, weight)
+    assert bool(ranked) == bool(fitting)
+    if fitting:
+        best = min(split.sum_s + weight * split.bottleneck_s for split in fitting)
+        assert ranked[0].sum_s + weight * ranked[0].bottleneck_s == pytest.approx(best)
+
+
+# Replaying many splits at once against the simulator
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_splits_replayed_together_take_what_the_simulator_predicts(seed):
+    rng = random.Random(seed)
+    n = rng.randrange(2, 8)
+    p, dp, m = rng.randrange(1, min(4, n) + 1), rng.choice([1, 2]), rng.choice([1, 2, 3, 6])
+    graph = CostGraph(random_chain(rng, n).model_copy(update={"no_cut": {}}))
+    there = cluster(
+        p * dp,
+        link=SLOW,
+        inter=SLOWER,
+        nodes=sorted(rng.randrange(2) for _ in range(p * dp)),
+        speeds=[rng.choice([1.0, 2.0]) for _ in range(p * dp)] if seed % 3 == 0 else None,
+    )
+    training = Training(batch_size=2 * dp * m)
+    baseline = single_device(graph, there, training)
+    for schedule in ("gpipe", "1f1b"):
+        for ranks in layouts(there, p, dp):
+            setting = Setting(p, dp, schedule, m, 2, ranks)
+            splits = list(itertools.combinations(range(1, n), p - 1))
+            totals = Replayer(graph, there, setting).total_s(np.array(splits, dtype=int).reshape(len(splits), p - 1))
+            for cuts, total in zip(splits, totals, strict=True):
+                one = predict(
+                    graph,
+                    there,
+                    training,
+                    mesh=setting.mesh,
+                    schedule=schedule,
+                    num_microbatches=m,
+                    cuts=cuts,
+                    ranks=ranks,
+                    baseline=baseline,
+                )
+                assert total == pytest.approx(one.step_s + one.optimizer_s, rel=1e-9)
+
+
+# The whole search against brute force
+
+
+def brute_force(graph, there, training):
+    """The least step + optimizer over every setting and split that fits, of those that use the most devices."""
+    baseline = single_device(graph, there, training)
+    for meshes in mesh_levels(graph, there, training):
+        best = float("inf")
+        for setting in every_setting(there, training, meshes):
+            shape = {"schedule": setting.schedule, "num_microbatches": setting.num_microbatches}
+            for cuts in itertools.combinations(graph.allowed_cuts, setting.num_stages - 1):
+                held = (
+                    (
+                        stage_memory(graph, training, device, cuts=cuts, stage=stage, num_replicas=len(ranks), **shape),
+                        device,
+                    )
+                    for stage, ranks in enumerate(setting.ranks)
+                    for device in {there.devices[rank] for rank in ranks}
+                )
+                if all(items.total <= memory_limit(device, training) for items, device in held):
+                    one = predict(
+                        graph,
+                        there,
+                        training,
+                        mesh=setting.mesh,
+                        cuts=cuts,
+                        ranks=setting.ranks,
+                        baseline=baseline,
+                        **shape,
+                    )
+                    best = min(best, one.step_s + one.optimizer_s)
+        if best < float("inf"):
+            return best
+    return None
+
+
+@pytest.mark.parametrize("few_splits", [2_000, 0])
+@pytest.mark.parametrize("seed", range(16))
+def test_no_split_beats_the_plan_by_more_than_its_gap(seed, few_splits, monkeypatch):
+    monkeypatch.setattr(one_setting, "FEW_SPLITS", few_splits)  # 0: proposals, bounds and hill climbing alone
+    rng = random.Random(seed)
+    graph = CostGraph(random_chain(rng, rng.randrange(2, 8)))
+    devices = rng.choice([1, 2, 3, 4])
+    there = cluster(
+        devices,
+        link=SLOW,
+        inter=SLOWER,
+        memory_bytes=rng.choice([LOTS, rng.randrange(500_000, 2_500_000)]),
+        overhead_bytes=1_000,
+        nodes=sorted(rng.randrange(2) for _ in range(devices)),
+        speeds=[rng.choice([1.0, 2.0]) for _ in range(devices)] if seed % 4 == 0 else None,
+    )
+    training = Training(batch_size=rng.choice([4, 6, 8]))
+    best = brute_force(graph, there, training)
+    if best is None:
+        with pytest.raises(InfeasibleError, match="does not fit"):
+            solve(graph.profile, there, training)
+        return
+    plan = solve(graph.profile, there, training)
+    assert plan.lower_bound_s <= best * (1 + 1e-9)
+    assert best * (1 - 1e-9) <= total_s(plan) <= best * (1 + plan.gap) * (1 + 1e-9)
+    assert total_s(plan) <= best * (1.0 + 1e-9 if few_splits else 1.05)
+    if few_splits:
+        assert plan.gap < 1e-9
+
+
+# What every plan must hold
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    seed=st.integers(0, 10**6),
+    n=st.integers(1, 30),
+    devices=st.integers(1, 8),
+    batch_size=st.sampled_from([4, 8, 12, 30]),
+    limited=st.booleans(),
+)
+def test_plans_lose_no_layer_keep_to_the_memory_and_are_no_worse_than_the_equal_split(
+    seed, n, devices, batch_size, limited
+):
+    rng = random.Random(seed)
+    graph = CostGraph(random_chain(rng, n))
+    there = cluster(devices, link=SLOW, memory_bytes=rng.randrange(10**6, 10**7) if limited else LOTS)
+    training = Training(batch_size=batch_size)
+    try:
+        plan = solve(graph.profile, there, training)
+    except InfeasibleError as error:
+        assert "does not fit: " in str(error)  # noqa: PT017
+        return
+    assert [name for stage in plan.stages for name in stage.layers] == list(graph.ids)
+    assert all(stage.layers for stage in plan.stages)
+    assert all(stage.memory.total <= there.devices[0].memory_bytes for stage in plan.prediction.stages)
+    assert [s.in_flight for s in plan.prediction.stages] == [
+        in_flight(plan.schedule, k, plan.num_stages, plan.num_microbatches) for k in range(plan.num_stages)
+    ]
+    assert plan.lower_bound_s <= total_s(plan)
+    assert all(other.step_s is None or other.step_s >= total_s(plan) * (1 - 1e-9) for other in plan.runners_up)
+    assert solve(graph.profile, there, training) == plan
+    cuts = [round(n * s / plan.num_stages) for s in range(1, plan.num_stages)]
+    if set(cuts) <= set(graph.allowed_cuts):
+        equal = predict(
+            graph,
+            there,
+            training,
+            mesh=plan.mesh,
+            schedule=plan.schedule,
+            num_microbatches=plan.num_microbatches,
+            cuts=cuts,
+            ranks=[stage.ranks for stage in plan.stages],
+        )
+        if all(stage.memory.total <= there.devices[0].memory_bytes for stage in equal.stages):
+            assert total_s(plan) <= (equal.step_s + equal.optimizer_s) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_thousand_layers_on_64_devices_take_seconds(schedule):
+    rng = random.Random(0)
+    profile = chain(
+        [rng.random() * 1e-3 for _ in range(1000)],
+        tensor_bytes=[rng.randrange(10_000, 200_000) for _ in range(1000)],
+        parameter_bytes=[4_000 * rng.randrange(1, 100) for _ in range(1000)],
+        saved_bytes=1_000_000,
+    )
+    start = time.perf_counter()
+    plan = solve(profile, cluster(64, link=SLOW, memory_bytes=150_000_000), Training(batch_size=512, schedule=schedule))
+    assert time.perf_counter() - start < 20  # a shared, slow machine; usually one or two
+    assert plan.num_ranks == 64
