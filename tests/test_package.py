@@ -120,7 +120,7 @@ def test_every_module_says_its_one_idea_in_its_first_line() -> None:
     for name in MODULES:
         text = (importlib.import_module(name).__doc__ or "").strip()
         first = text.splitlines()[0] if text else ""
-        assert first.endswith("."), f"{name}: {first!r}"
+        assert first.endswith((".", "?")), f"{name}: {first!r}"
 
 
 def test_the_import_order_names_every_planning_module() -> None:
