@@ -44,34 +44,34 @@ def test_ranks_that_hang_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def without_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_networkx(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.metadata.version
 
     def version(name: str) -> str:
-        if name in ("scipy", "transformers"):
+        if name in ("networkx", "transformers"):
             raise importlib.metadata.PackageNotFoundError(name)
         return real(name)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
 
 
-@pytest.mark.usefixtures("without_scipy")
+@pytest.mark.usefixtures("without_networkx")
 def test_a_missing_package_is_broken_only_when_it_is_needed() -> None:
     diagnosis = doctor.check(try_ranks=False)
     found = named(diagnosis)
-    assert (found["scipy"].ok, found["scipy"].advice) == (False, "pip install scipy")
+    assert (found["networkx"].ok, found["networkx"].advice) == (False, "pip install networkx")
     assert (found["transformers"].ok, found["transformers"].advice) == (True, "")
     assert not diagnosis.ok
     text = render(diagnosis)
     assert text.startswith("Something is missing")
-    assert "advice: scipy: pip install scipy" in text
+    assert "advice: networkx: pip install networkx" in text
 
 
-@pytest.mark.usefixtures("without_scipy")
+@pytest.mark.usefixtures("without_networkx")
 def test_the_shell_says_5_when_something_is_missing(capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--quick", "--json"]) == 5
     findings: list[dict[str, Any]] = json.loads(capfd.readouterr().out)["findings"]
-    assert [finding["name"] for finding in findings if not finding["ok"]] == ["scipy"]
+    assert [finding["name"] for finding in findings if not finding["ok"]] == ["networkx"]
 
 
 def test_a_torch_that_cannot_be_imported_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
