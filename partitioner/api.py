@@ -27,7 +27,7 @@ from partitioner.profiler import profile as measure
 from partitioner.profiles import Profile
 from partitioner.selfcheck import check_split
 from partitioner.solver import solve
-from partitioner.specs import OPTIMIZER_BYTES, Cluster, Device, Training, parse_bytes
+from partitioner.specs import OPTIMIZER_BYTES, Cluster, Device, Training, optimizer_state_bytes, parse_bytes
 from partitioner.tracing import unwrap
 
 Progress = Callable[[str, float], None]
@@ -91,7 +91,7 @@ def partition(
             mesh="auto" if isinstance(mesh, str) else _mesh(mesh, cluster),
             schedule=cast(Any, schedule),
             optimizer=optimizer if isinstance(optimizer, str) else f"{optimizer:g} bytes a parameter",
-            optimizer_bytes=_optimizer_bytes(optimizer),
+            optimizer_bytes=_optimizer_bytes(optimizer, model),
             memory_limit_bytes=None if memory_limit is None else parse_bytes(memory_limit),
             pin=dict(pin or {}),
             batch_dim=batch_dim,
@@ -197,7 +197,8 @@ def _options(values: tuple[Any, ...]) -> str:
     return ", ".join(map(repr, values))
 
 
-def _optimizer_bytes(optimizer: str | float) -> float:
+def _optimizer_bytes(optimizer: str | float, model: nn.Module) -> float:
+    """State of a trainable parameter element; of a named optimizer in the parameters' own width."""
     if not isinstance(optimizer, str):
         if optimizer < 0:
             raise ArgumentError(f"optimizer={optimizer} bytes a parameter is impossible: give 0 or more")
@@ -206,7 +207,10 @@ def _optimizer_bytes(optimizer: str | float) -> float:
         raise NotBuiltError("optimizer='adafactor' is not built in this version; give its state in bytes a parameter")
     if optimizer not in OPTIMIZER_BYTES:
         raise ArgumentError(f"optimizer={optimizer!r} is unknown; use {_options(tuple(OPTIMIZER_BYTES))} or bytes")
-    return OPTIMIZER_BYTES[optimizer]
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    elements = sum(parameter.numel() for parameter in trainable)
+    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in trainable)
+    return optimizer_state_bytes(optimizer, num_bytes / elements if elements else 4)
 
 
 def _mesh(mesh: Mapping[str, int], cluster: Cluster) -> dict[Literal["pp", "dp"], int]:

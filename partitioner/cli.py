@@ -106,16 +106,14 @@ def _plan_of_profile(options: argparse.Namespace) -> Any:
         raise ArgumentError(f"--gpus {options.gpus} counts this machine's devices: name them, like {options.gpus}xH100")
     from partitioner.profiles import Profile
     from partitioner.solver import solve
-    from partitioner.specs import OPTIMIZER_BYTES, Cluster, Training, parse_bytes
+    from partitioner.specs import Cluster, Training, optimizer_state_bytes, parse_bytes
 
     fields = _given(options, ("batch_size", "mesh", "microbatches", "schedule", "optimizer"))
     if options.memory_limit is not None:
         fields["memory_limit_bytes"] = parse_bytes(options.memory_limit)
-    if options.optimizer is not None:
-        if options.optimizer not in OPTIMIZER_BYTES:
-            raise ArgumentError(f"optimizer {options.optimizer!r} is not known: {', '.join(OPTIMIZER_BYTES)}")
-        fields["optimizer_bytes"] = OPTIMIZER_BYTES[options.optimizer]
     profile = Profile.load(options.profile)
+    element_bytes = profile.trainable_element_bytes
+    fields["optimizer_bytes"] = optimizer_state_bytes(fields.get("optimizer", "adamw"), element_bytes)
     training = _checked(Training, batch_dim=profile.batch_dim, **fields)
     return solve(profile, Cluster.parse(options.gpus), training)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 from pathlib import Path
@@ -179,6 +180,13 @@ class Profile(Shown, Frozen):
         first, second = _around(self.microbatch_sizes, samples)
         sizes, values = self.microbatch_sizes, tensor.bytes_at
         return _line(sizes[first], values[first], sizes[second], values[second], samples)
+
+    @property
+    def trainable_element_bytes(self) -> float:
+        """Mean width of a trainable parameter element: 4 for fp32, 2 for bf16; 4 where nothing is trained."""
+        trainable = [parameter for parameter in self.parameters if parameter.trainable]
+        elements = sum(math.prod(parameter.shape) for parameter in trainable)
+        return sum(parameter.bytes for parameter in trainable) / elements if elements else 4.0
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write as JSON; the file is whole or not there."""

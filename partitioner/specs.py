@@ -210,7 +210,18 @@ def _known_link(entry: dict[str, Any]) -> Link:
 
 
 OPTIMIZER_BYTES = {"sgd": 0, "sgd-momentum": 4, "adam": 8, "adamw": 8}
-"""fp32 optimizer state a parameter, bytes: momentum is one copy, Adam's two moments are two."""
+"""Optimizer state of an fp32 parameter element, bytes: momentum is one copy of it, Adam's two moments are two."""
+
+
+def optimizer_state_bytes(optimizer: str, element_bytes: float = 4) -> float:
+    """State of one parameter element of that width, bytes: torch keeps it in the parameter's own dtype.
+
+    >>> optimizer_state_bytes("adamw"), optimizer_state_bytes("adamw", 2)
+    (8.0, 4.0)
+    """
+    if optimizer not in OPTIMIZER_BYTES:
+        raise ArgumentError(f"optimizer {optimizer!r} is not known: use {', '.join(OPTIMIZER_BYTES)}")
+    return OPTIMIZER_BYTES[optimizer] * element_bytes / 4
 
 
 class Training(Frozen):

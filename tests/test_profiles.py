@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from partitioner.errors import ArgumentError
-from partitioner.profiles import Layer, LayerCost, Profile, write_whole
+from partitioner.profiles import Layer, LayerCost, Parameter, Profile, write_whole
 
 
 def layer(*costs: tuple[int, float]) -> Layer:
@@ -176,3 +176,15 @@ def test_a_write_replaces_the_whole_file(tmp_path: Path) -> None:
     write_whole(path, "new")
     assert path.read_text() == "new"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_trainable_element_bytes_is_the_mean_width_of_what_is_trained() -> None:
+    def parameter(dtype: str, num_bytes: int, trainable: bool) -> Parameter:
+        return Parameter(
+            names=(dtype,), shape=(10,), dtype=dtype, bytes=num_bytes, trainable=trainable, layers=("block.0",)
+        )
+
+    half, full, frozen = parameter("float16", 20, True), parameter("float32", 40, True), parameter("int8", 10, False)
+    assert given_profile(parameters=(half, frozen)).trainable_element_bytes == 2
+    assert given_profile(parameters=(half, full)).trainable_element_bytes == 3
+    assert given_profile(parameters=(frozen,)).trainable_element_bytes == 4
