@@ -51,6 +51,22 @@ def test_each_stage_shows_its_own_numbers() -> None:
         assert value(cells["idle"]) == pytest.approx(predicted.idle_s / plan.prediction.step_s, abs=5e-4)
 
 
+def test_memory_is_itemised_and_adds_up() -> None:
+    plan = given_plan()
+    table = tables(plan)[1]
+    assert table.headers[1:-1] == ("weights", "gradients", "optimizer", "activations")
+    for predicted, row in zip(plan.prediction.stages, table.rows, strict=True):
+        cells = {name: value(cell) for name, cell in zip(table.headers[1:], row[1:], strict=True)}
+        assert cells["optimizer"] == predicted.memory.optimizer
+        assert sum(cells.values()) - cells["sum"] == cells["sum"] == predicted.memory.total
+
+
+def test_ranks_on_several_nodes_say_which() -> None:
+    one = given_cluster()
+    plan = given_plan(cluster=one.model_copy(update={"nodes": (0, 1)}))
+    assert [row[2] for row in tables(plan)[0].rows] == ["0 on node 0", "1 on node 1"]
+
+
 def test_the_prediction_is_shown_as_it_is() -> None:
     plan = given_plan()
     shown, prediction = facts(plan), plan.prediction
@@ -131,7 +147,7 @@ def test_why_provenance_and_what_cannot_run_are_said() -> None:
 
 
 def test_runners_up_are_shown_with_their_distance() -> None:
-    table = tables(given_plan())[2]
+    table = next(table for table in tables(given_plan()) if table.headers[0] == "runner-up")
     assert table.rows[0][4:] == ("200 ms", "17.6 % slower")
     assert table.rows[1][4:] == ("does not fit", "short of 0.2 GiB")
 

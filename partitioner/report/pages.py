@@ -11,7 +11,7 @@ from typing import Any
 
 from partitioner.graph import CostGraph
 from partitioner.memory import memory_limit
-from partitioner.plan import LostEfficiency, Plan, StagePrediction
+from partitioner.plan import LostEfficiency, MemoryItems, Plan, StagePrediction
 from partitioner.profiles import Layer, Profile
 from partitioner.report.gantt import draw
 from partitioner.specs import format_bytes
@@ -122,6 +122,7 @@ def plan_page(plan: Plan) -> Page:
     why = (*(() if plan.runnable else ("this version cannot run this plan",)), *plan.why)
     blocks: list[Facts | Table | Prose | Drawing] = [
         Table(headers, rows, wide=("layers", "ranks")),
+        _memory(plan),
         Facts(tuple(facts)),
         waterfall(prediction.lost, prediction.efficiency),
         Prose("lost time", (_verdict(prediction.lost, prediction.efficiency, plan.num_ranks),)),
@@ -139,7 +140,7 @@ def _stage_row(plan: Plan, k: int) -> tuple[str, ...]:
     return (
         str(stage.index) + (" (recompute)" if stage.recompute else ""),
         _run(stage.layers),
-        _numbers(stage.ranks),
+        _ranks(stage.ranks, plan.cluster.nodes),
         seconds(predicted.forward_s),
         seconds(predicted.backward_s),
         format_bytes(predicted.send_bytes),
@@ -147,6 +148,29 @@ def _stage_row(plan: Plan, k: int) -> tuple[str, ...]:
         f"{percent(predicted.memory.total / limit) if limit else '-'} of {format_bytes(limit)}",
         percent(idle_share(predicted)),
     )
+
+
+def _ranks(ranks: Sequence[int], nodes: Sequence[int]) -> str:
+    """Ranks, and where there are several nodes, which of them sit on which.
+
+    >>> _ranks((0, 2, 3), (0, 0, 0, 0)), _ranks((0, 2, 3), (0, 0, 1, 1))
+    ('0, 2-3', '0 on node 0, 2-3 on node 1')
+    """
+    if len(set(nodes)) == 1:
+        return _numbers(ranks)
+    groups = groupby(ranks, key=lambda rank: nodes[rank])
+    return ", ".join(f"{_numbers(group)} on node {node}" for node, group in groups)
+
+
+def _memory(plan: Plan) -> Table:
+    """What the memory of a rank of each stage is for; what no stage needs is left out."""
+    items = [stage.memory for stage in plan.prediction.stages]
+    names = [name for name in MemoryItems.model_fields if any(getattr(item, name) for item in items)]
+    rows = tuple(
+        (str(k), *(format_bytes(getattr(item, name)) for name in names), format_bytes(item.total))
+        for k, item in enumerate(items)
+    )
+    return Table(("memory of stage", *names, "sum"), rows)
 
 
 def idle_share(predicted: StagePrediction) -> float:
