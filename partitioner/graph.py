@@ -133,6 +133,7 @@ class CostGraph(Shown):
         self.position = {name: k for k, name in enumerate(self.ids)}
         self.num_layers = len(self.ids)
         self._at: dict[float, LayerArrays] = {}
+        self._standing: dict[float, IntervalSum] = {}
         self._tensors = [
             (tensor, self.position[tensor.producer], sorted({self.position[name] for name in tensor.consumers}))
             for tensor in profile.tensors
@@ -261,6 +262,16 @@ class CostGraph(Shown):
     def trainable_elements(self) -> IntervalSum:
         """Number of trainable parameter elements; bytes that no Parameter explains count 4 an element."""
         return self._placed(lambda parameter: math.prod(parameter.shape) * parameter.trainable, self._unlisted[1] / 4)
+
+    def standing_bytes(self, optimizer_bytes: float) -> IntervalSum:
+        """Weights, gradients and optimizer state, of so many bytes a trainable element, in one sum. Kept for reuse."""
+        if optimizer_bytes not in self._standing:
+            weights, trained = self._unlisted
+            self._standing[optimizer_bytes] = self._placed(
+                lambda p: p.bytes + p.trainable * (p.bytes + optimizer_bytes * math.prod(p.shape)),
+                weights + trained * (1 + optimizer_bytes / 4),
+            )
+        return self._standing[optimizer_bytes]
 
     def synced_parameters(self, cuts: Sequence[int]) -> tuple[tuple[Parameter, tuple[int, ...]], ...]:
         """Parameters that live on several stages, with those stages: copies to be kept equal."""

@@ -3,6 +3,7 @@
 import itertools
 import random
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from partitioner.solver import problem as one_setting
 from partitioner.solver import solve
 from partitioner.solver.chain import Chain, best_split, cheapest_split, smallest_bottleneck, start_flags
 from partitioner.solver.evaluate import Replayer
+from partitioner.solver.limits import Limits
 from partitioner.solver.settings import Setting, divisors, layouts, mesh_levels
 from partitioner.solver.settings import settings as every_setting
 from partitioner.specs import Link, Training
@@ -231,11 +233,28 @@ def slow_cheapest(chain_, bottleneck):
         for j in range(1, n + 1):
             for i in range(j):
                 seconds = (chain_.prefix_s[j] - chain_.prefix_s[i]) / speed
-                fits = chain_.fits is None or bool(chain_.fits(s, i, j))
+                fits = chain_.limits is None or bool(chain_.limits.fits(s, i, j))
                 if chain_.starts[s, i] and fits and seconds <= bottleneck * (1 + 1e-12):
                     following[j] = min(following[j], best[i] + (chain_.hops_s[s, i] if s else 0.0) + seconds)
         best = following
     return best[n]
+
+
+class Shelf(Limits):
+    """Layers take up space, and so does what crosses a cut, on both sides of it."""
+
+    def __init__(self, used, wide, limit):
+        super().__init__(len(used) - 1)
+        self.used, self.wide, self.limit = used, wide, limit
+
+    def fits(self, stage, first, last):
+        return self.used[last] - self.used[first] + self.wide[first] + self.wide[last] <= self.limit[stage]
+
+    def roomy(self, stage, first, last):
+        return self.used[last] - self.used[first] <= self.limit[stage]
+
+    def alike(self, stage):
+        return int(self.limit[stage])
 
 
 def random_problem(rng):
@@ -261,8 +280,7 @@ def random_problem(rng):
         speeds=tuple(rng.choice([1.0, 2.0]) for _ in range(p)) if rng.random() < 0.4 else (1.0,) * p,
         starts=starts,
         hops_s=np.array([[rng.random() * 2 for _ in range(n + 1)] for _ in range(p)]),
-        fits=(lambda s, i, j: used[j] - used[i] + wide[i] + wide[j] <= limit[s]) if bound else None,
-        roomy=(lambda s, i, j: used[j] - used[i] <= limit[s]) if bound else None,
+        limits=Shelf(used, wide, limit) if bound else None,
     ), splits
 
 
@@ -274,14 +292,22 @@ def test_the_chain_is_cut_as_well_as_any_split_of_it(seed):
     if problem is None:
         return
     every = [problem.split(cuts) for cuts in splits]
-    assert smallest_bottleneck(problem) == pytest.approx(min(split.bottleneck_s for split in every))
-    assert smallest_bottleneck(problem) == pytest.approx(slow_bottleneck(problem))
+    free = replace(problem, limits=None)
+    assert smallest_bottleneck(free) == pytest.approx(min(split.bottleneck_s for split in every))
+    assert smallest_bottleneck(free) == pytest.approx(slow_bottleneck(free))
     edges = {cuts: list(zip((0, *cuts), (*cuts, problem.num_layers), strict=True)) for cuts in splits}
     fitting = [
         split
         for split in every
-        if problem.fits is None or all(problem.fits(s, i, j) for s, (i, j) in enumerate(edges[split.cuts]))
+        if problem.limits is None or all(problem.limits.fits(s, i, j) for s, (i, j) in enumerate(edges[split.cuts]))
     ]
+    if problem.limits is not None:
+        roomy = [
+            split.bottleneck_s
+            for split in every
+            if all(problem.limits.roomy(s, i, j) for s, (i, j) in enumerate(edges[split.cuts]))
+        ]
+        assert smallest_bottleneck(problem) == pytest.approx(min(roomy, default=float("inf")))
     for bottleneck in (rng.random() * problem.prefix_s[-1], float("inf")):
         found = cheapest_split(problem, bottleneck)
         best = min((one.sum_s for one in fitting if one.bottleneck_s <= bottleneck), default=float("inf"))

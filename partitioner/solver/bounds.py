@@ -10,11 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.graph import CostGraph
-from partitioner.solver.chain import TOLERANCE, Chain, Flags, smallest_bottleneck
+from partitioner.solver.chain import TOLERANCE, Chain, covered_by, smallest_bottleneck
 from partitioner.solver.evaluate import Replayer, all_reduce_times, link_times
+from partitioner.solver.limits import Flags, Floats, Limits
 from partitioner.specs import Link
-
-Floats = NDArray[np.float64]
 
 PRECISION = 1e-5
 """Relative, of bounds that are bisected."""
@@ -22,7 +21,7 @@ PRECISION = 1e-5
 
 @dataclass(frozen=True)
 class Bounds:
-    """Lower bounds of step + optimizer over all splits of one setting, memory left out. p stages, m micro-batches:
+    """Lower bounds of step + optimizer over all splits of one setting that leave room. p stages, m micro-batches:
 
         F_s, B_s  seconds of a micro-batch on stage s, C_s = F_s + B_s;   S  sum of C and of all hops
 
@@ -39,6 +38,7 @@ class Bounds:
 
     replayer: Replayer
     starts: Flags
+    limits: Limits | None
 
     @property
     def graph(self) -> CostGraph:
@@ -64,7 +64,9 @@ class Bounds:
         costs, schedule = self.replayer.costs, self.replayer.setting.schedule
         bound = 0.0
         for ranks, speeds in zip(self.replayer.replicas, self._speeds(), strict=True):
-            slowest = self._bottleneck(costs.before_s, speeds)
+            slowest = self._bottleneck(costs.before_s, speeds, self.limits)
+            if slowest == math.inf:
+                return math.inf
             bound = max(bound, m * slowest)
             if self._in_line:
                 forward = self._bottleneck(costs.forward_before_s, speeds)
@@ -90,8 +92,9 @@ class Bounds:
             return 0.0
         return self.graph.profile.optimizer_s / min(float(speeds.sum()) for speeds in self._speeds())
 
-    def _bottleneck(self, prefix_s: Floats, speeds: Floats) -> float:
-        return smallest_bottleneck(Chain(prefix_s, tuple(speeds.tolist()), self.starts, np.zeros(self.starts.shape)))
+    def _bottleneck(self, prefix_s: Floats, speeds: Floats, limits: Limits | None = None) -> float:
+        hops = np.zeros(self.starts.shape)
+        return smallest_bottleneck(Chain(prefix_s, tuple(speeds.tolist()), self.starts, hops, limits))
 
     def _hops_s(self, ranks: tuple[int, ...]) -> float:
         """The cheapest cut at each boundary: what is handed from layer to layer there goes whatever else is cut."""
@@ -147,8 +150,9 @@ class Bounds:
             if (speed, fastest) not in reach:
                 reach[speed, fastest] = self._ends(bound * (1 + TOLERANCE), speed, fastest, first_sync)
             ends = reach[speed, fastest][starts]
-            change = np.bincount(starts + 1, minlength=n + 2) - np.bincount(ends + 1, minlength=n + 2)
-            covered = np.cumsum(change)[: n + 1] > 0
+            if self.limits is not None:
+                ends = np.minimum(ends, self.limits.far(s)[starts])
+            covered = covered_by(starts, ends, n)
             if s + 1 == len(speeds):
                 return bool(covered[n])
             starts = np.flatnonzero(covered & self.starts[s + 1])

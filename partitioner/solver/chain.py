@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
-Flags = NDArray[np.bool_]
+from partitioner.solver.limits import Flags, Floats, Ints, Limits
 
 TOLERANCE = 1e-12
 """Relative; sums of floats in another order differ by less."""
@@ -38,10 +37,8 @@ class Chain:
     """[p, n + 1] whether boundary s may be at a position."""
     hops_s: Floats
     """[p, n + 1] seconds of one micro-batch's transfer into stage s, there and back, when it begins at a position."""
-    fits: Callable[[int, Any, Any], Any] | None = None
-    """fits(stage, first, last): whether these layers fit the stage's memory; arrays broadcast. None: always."""
-    roomy: Callable[[int, Any, Any], Any] | None = None
-    """As `fits`, but only necessary, and monotone: what holds for a stage holds for every part of it."""
+    limits: Limits | None = None
+    """What fits each stage's memory; None: everything."""
 
     @property
     def num_layers(self) -> int:
@@ -92,19 +89,25 @@ def start_flags(
 
 
 def smallest_bottleneck(chain: Chain) -> float:
-    """The smallest seconds of the slowest stage over all splits that `starts` allows; memory is not looked at.
+    """The smallest seconds of the slowest stage over all splits that `starts` allows and that leave room in memory.
 
-    T is bisected. With equal speeds a later start is never worse for the stages that follow, so T is possible exactly
-    when stages that each take all that fits within T reach the end: O(p log n). With unequal speeds a late start can
-    leave a layer to a device too slow for it, and all positions that a stage can start at are followed: O(p n).
+    T is bisected. With equal speeds and memory to spare, a later start is never worse for the stages that follow, so T
+    is possible exactly when stages that each take all that fits within T reach the end: O(p log n). Elsewhere (a late
+    start can leave a layer to a device too slow or too full for it) all positions that a stage can start at are
+    followed: O(p n). inf where there is no room for any split.
     """
     prefix: list[float] = chain.prefix_s.tolist()
-    attained = _by_longest(chain, prefix) if len(set(chain.speeds)) == 1 else _by_reach(chain)
+    simple = len(set(chain.speeds)) == 1 and chain.limits is None
+    attained = _by_longest(chain, prefix) if simple else _by_reach(chain)
     largest_layer = max(b - a for a, b in pairwise(prefix))
     low = max(prefix[-1] / sum(chain.speeds), largest_layer / max(chain.speeds))
+    high = prefix[-1] / min(chain.speeds)
+    if chain.limits is not None:
+        low = smallest_bottleneck(replace(chain, limits=None))
+        if attained(high) is None:
+            return math.inf
     if (found := attained(low)) is not None:
         return found
-    high = prefix[-1] / min(chain.speeds)
     while high - low > TOLERANCE * high:
         middle = (low + high) / 2
         if not low < middle < high:
@@ -142,9 +145,10 @@ def _by_reach(chain: Chain) -> Callable[[float], float | None]:
         starts = np.array([0])
         for s, speed in enumerate(chain.speeds):
             work = bottleneck * speed * (1 + TOLERANCE)
-            ends = np.searchsorted(chain.prefix_s, chain.prefix_s[starts] + work, side="right")
-            change = np.bincount(starts + 1, minlength=n + 2)[: n + 2] - np.bincount(ends, minlength=n + 2)[: n + 2]
-            covered = np.cumsum(change)[: n + 1] > 0
+            ends = np.searchsorted(chain.prefix_s, chain.prefix_s[starts] + work, side="right") - 1
+            if chain.limits is not None:
+                ends = np.minimum(ends, chain.limits.far(s)[starts])
+            covered = covered_by(starts, ends, n)
             if s + 1 == chain.num_stages:
                 return bottleneck if covered[n] else None
             starts = np.flatnonzero(covered & chain.starts[s + 1])
@@ -153,6 +157,13 @@ def _by_reach(chain: Chain) -> Callable[[float], float | None]:
         return None
 
     return attained
+
+
+def covered_by(starts: Ints, ends: Ints, n: int) -> Flags:
+    """[n + 1] whether a position is in (start, end] of some pair; ends are not before their starts."""
+    change = np.bincount(starts + 1, minlength=n + 2) - np.bincount(ends + 1, minlength=n + 2)
+    covered: Flags = np.cumsum(change)[: n + 1] > 0
+    return covered
 
 
 def cheapest_split(chain: Chain, bottleneck: float = float("inf")) -> Split | None:
@@ -165,51 +176,41 @@ def cheapest_split(chain: Chain, bottleneck: float = float("inf")) -> Split | No
     the window where it is monotone (`roomy`); where the split so found does not fit (`fits` is not monotone: what
     crosses a cut can be wide or narrow), the DP is run again over every pair of the windows, O(p n w) for width w.
     """
-    split = _shortest(chain, bottleneck, [None] * chain.num_stages)
-    if split is None or chain.fits is None or _all_fit(chain, split.cuts):
+    split = _shortest(chain, bottleneck)
+    if split is None or chain.limits is None or _all_fit(chain, split.cuts):
         return split
-    nearest: list[NDArray[np.int64] | None] = [_nearest(chain, s) for s in range(chain.num_stages)]
-    split = _shortest(chain, bottleneck, nearest)
+    split = _shortest(chain, bottleneck, memory="windows")
     if split is None or _all_fit(chain, split.cuts):
         return split
-    return _shortest(chain, bottleneck, nearest, exactly=True)
+    return _shortest(chain, bottleneck, memory="pairs")
 
 
 def _all_fit(chain: Chain, cuts: tuple[int, ...]) -> bool:
-    edges = (0, *cuts, chain.num_layers)
-    assert chain.fits is not None
-    return all(bool(chain.fits(s, edges[s], edges[s + 1])) for s in range(chain.num_stages))
-
-
-def _nearest(chain: Chain, stage: int) -> NDArray[np.int64]:
-    """[n + 1] for each end j the smallest i such that [i, j) is roomy enough, j where none is; bisected together."""
-    assert chain.roomy is not None
-    ends = np.arange(chain.num_layers + 1)
-    low, high = np.zeros_like(ends), ends.copy()  # the answer is in [low, high]
-    while (open_ := low < high).any():
-        middle = (low + high) // 2
-        good = chain.roomy(stage, np.where(open_, middle, 0), np.where(open_, ends, 1))
-        high = np.where(open_ & good, middle, high)
-        low = np.where(open_ & ~good, middle + 1, low)
-    return low
+    edges = np.array((0, *cuts, chain.num_layers))
+    assert chain.limits is not None
+    return bool(chain.limits.fits(np.arange(chain.num_stages), edges[:-1], edges[1:]).all())
 
 
 def _shortest(
-    chain: Chain, bottleneck: float, nearest: list[NDArray[np.int64] | None], exactly: bool = False
+    chain: Chain, bottleneck: float, memory: Literal["ignored", "windows", "pairs"] = "ignored"
 ) -> Split | None:
     n, p = chain.num_layers, chain.num_stages
+    limits = chain.limits if memory != "ignored" else None
     ends = np.arange(n + 1)
     best = np.where(ends == 0, 0.0, np.inf)
-    history: list[tuple[Floats, NDArray[np.int64]]] = []
+    history: list[tuple[Floats, Ints]] = []
     for s, speed in enumerate(chain.speeds):
         least = chain.prefix_s - bottleneck * speed * (1 + TOLERANCE)
         lows = np.searchsorted(chain.prefix_s, least, side="left")
-        if (near := nearest[s]) is not None:
-            lows = np.maximum(lows, near)
+        if limits is not None:
+            lows = np.maximum(lows, limits.near(s))
         base = best - chain.prefix_s / speed
         base[~chain.starts[s]] = np.inf
         history.append((base, lows))
-        minimum = _fitting_minimum(chain, s, base, lows) if exactly else _window_minimum(base, lows)
+        if limits is None or memory == "windows":
+            minimum = _window_minimum(base, lows)
+        else:
+            minimum = _band_minimum(base, lows, limits.band(s))
         best = minimum + chain.prefix_s / speed
         if s + 1 < p:
             best = np.where(chain.starts[s + 1], best + chain.hops_s[s + 1], np.inf)
@@ -219,14 +220,14 @@ def _shortest(
     for s in range(p - 1, -1, -1):
         base, lows = history[s]
         window = base[lows[j] : j]
-        if exactly and chain.fits is not None:
-            window = np.where(chain.fits(s, np.arange(lows[j], j), j), window, np.inf)
+        if limits is not None and memory == "pairs":
+            window = np.where(limits.band(s)[j, -len(window) :], window, np.inf)
         j = int(lows[j] + np.argmin(window))
         cuts.append(j)
     return chain.split(tuple(reversed(cuts[:-1])))
 
 
-def _window_minimum(values: Floats, lows: NDArray[np.int64]) -> Floats:
+def _window_minimum(values: Floats, lows: Ints) -> Floats:
     """[n + 1] min of values[lows[j]:j], inf where empty: a sparse table, two overlapping powers of two a window."""
     ends = np.arange(len(values))
     lengths = ends - lows
@@ -245,24 +246,14 @@ def _window_minimum(values: Floats, lows: NDArray[np.int64]) -> Floats:
     return np.where(lengths > 0, np.minimum(stacked[levels, safe], stacked[levels, second]), np.inf)
 
 
-def _fitting_minimum(chain: Chain, stage: int, base: Floats, lows: NDArray[np.int64]) -> Floats:
-    """[n + 1] min of base[i] over lows[j] <= i < j that fit, pair by pair, some rows at a time."""
-    assert chain.fits is not None
-    n = chain.num_layers
-    minimum = np.full(n + 1, np.inf)
-    possible = np.flatnonzero(chain.starts[stage + 1]) if stage + 1 < chain.num_stages else np.array([n])
-    width = int((possible - lows[possible]).max(initial=0))
-    if width <= 0:
-        return minimum
-    rows = max(1, 2_000_000 // width)
-    for k in range(0, len(possible), rows):
-        last = possible[k : k + rows, None]
-        first = last - 1 - np.arange(width)
-        inside = first >= lows[last]
-        first = np.maximum(first, 0)
-        good = inside & np.isfinite(base[first])
-        good &= chain.fits(stage, np.where(good, first, 0), np.where(good, last, n))
-        minimum[last[:, 0]] = np.where(good, base[first], np.inf).min(axis=1)
+def _band_minimum(values: Floats, lows: Ints, band: Flags) -> Floats:
+    """[n + 1] min of values[i] over lows[j] <= i < j where band[j] says that [i, j) fits."""
+    ends, (_, width) = np.arange(len(values)), band.shape
+    width = min(width, max(1, int((ends - lows).max())))
+    padded = np.concatenate((np.full(width, np.inf), values))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, width)[: len(values)]  # values[j - width : j]
+    inside = np.arange(width) >= (width - (ends - lows))[:, None]
+    minimum: Floats = np.where(inside & band[:, -width:], windows, np.inf).min(axis=1)
     return minimum
 
 
@@ -281,7 +272,7 @@ def best_split(chain: Chain, weight: float, tolerance: float = 0.0) -> tuple[Spl
     def value(split: Split) -> float:
         return split.sum_s + weight * split.bottleneck_s
 
-    low = smallest_bottleneck(chain)
+    low = smallest_bottleneck(replace(chain, limits=None))
     if (tightest := cheapest_split(chain, low)) is not None:
         found[tightest.cuts] = tightest
     ranges = [(widest.sum_s + weight * low, low, widest)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from partitioner.graph import CostGraph
@@ -66,26 +68,27 @@ def _losses(prediction: Prediction) -> list[str]:
 def _memory(found: Found) -> list[str]:
     """Whether memory keeps the stages from being more even, and on which stage."""
     problem = found.problem
-    chain = problem.chain()
-    if chain.fits is None or found.setting.num_stages == 1:
+    chain, memory = problem.chain, problem.memory
+    if chain.limits is None or found.setting.num_stages == 1:
         return []
-    bottleneck = smallest_bottleneck(chain)
+    free = replace(chain, limits=None)
+    bottleneck = smallest_bottleneck(free)
     if chain.split(found.cuts).bottleneck_s <= bottleneck * (1 + NOTICEABLE):
         return []
-    even = cheapest_split(problem.chain(unlimited=True), bottleneck)
+    even = cheapest_split(free, bottleneck)
     if even is None:
         return []
     stages = np.arange(found.setting.num_stages)
     edges = np.array([0, *even.cuts, problem.graph.num_layers])
-    needed = problem.bytes(stages, edges[:-1], edges[1:])
-    worst = int(np.argmax(needed - problem.room))
-    if needed[worst] <= problem.room[worst]:
+    needed = memory.bytes(stages, edges[:-1], edges[1:])
+    worst = int(np.argmax(needed - memory.room))
+    if needed[worst] <= memory.room[worst]:
         return []
-    overhead = problem.overhead[worst]
+    overhead = memory.overhead[worst]
     return [
         f"memory of stage {worst} binds: the most even split needs {format_bytes(needed[worst] + overhead)} there, "
-        f"{format_bytes(needed[worst] - problem.room[worst])} more than its limit of "
-        f"{format_bytes(problem.room[worst] + overhead)}"
+        f"{format_bytes(needed[worst] - memory.room[worst])} more than its limit of "
+        f"{format_bytes(memory.room[worst] + overhead)}"
     ]
 
 

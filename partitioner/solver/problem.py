@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.graph import CostGraph
-from partitioner.memory import interval_memory, memory_limit
-from partitioner.schedule import in_flight
 from partitioner.solver.bounds import Bounds
-from partitioner.solver.chain import Chain, Flags, best_split
+from partitioner.solver.chain import Chain, best_split
 from partitioner.solver.evaluate import Replayer, link_times
+from partitioner.solver.limits import DeviceMemory, Flags
 from partitioner.solver.settings import Setting
 from partitioner.specs import Cluster, Training
 
@@ -35,59 +34,20 @@ class Problem:
     def __init__(self, graph: CostGraph, cluster: Cluster, training: Training, setting: Setting, starts: Flags) -> None:
         self.graph, self.cluster, self.training, self.setting, self.starts = graph, cluster, training, setting, starts
         self.replayer = Replayer(graph, cluster, setting)
-        self.bounds = Bounds(self.replayer, starts)
-        p, m = setting.num_stages, setting.num_microbatches
-        self.held = np.array([in_flight(setting.schedule, stage, p, m) for stage in range(p)])
-        devices = [[cluster.devices[rank] for rank in ranks] for ranks in setting.ranks]
-        smallest = [min(some, key=lambda one: memory_limit(one, training) - one.overhead_bytes) for some in devices]
-        self.overhead = np.array([device.overhead_bytes for device in smallest])
-        self.room = np.array([memory_limit(device, training) for device in smallest]) - self.overhead
-        """Bytes of each stage's smallest device, less its overhead."""
-
-    def with_room(self, extra_bytes: float) -> Problem:
-        """The same with more memory on every device."""
-        other = copy.copy(self)
-        other.room = self.room + extra_bytes
-        return other
-
-    def bytes(self, stage: Any, first: Any, last: Any) -> Any:
-        """Bytes of the layers [first, last) as that stage, overhead left out; arrays broadcast."""
-        return sum(np.ceil(value) for value in self._items(stage, first, last).values())
-
-    def fits(self, stage: Any, first: Any, last: Any) -> Any:
-        return self.bytes(stage, first, last) <= self.room[stage]
-
-    def roomy(self, stage: Any, first: Any, last: Any) -> Any:
-        """What grows with the stage alone."""
-        items = self._items(stage, first, last)
-        kept = ("weights", "buffers", "gradients", "optimizer", "activations")
-        return sum(items[name] for name in kept) <= self.room[stage]
-
-    def _items(self, stage: Any, first: Any, last: Any) -> dict[str, Any]:
-        return interval_memory(
-            self.graph,
-            self.training,
-            first,
-            last,
-            samples=self.setting.samples,
-            held=self.held[stage],
-            replicated=self.setting.num_replicas > 1,
-        )
+        self.memory = DeviceMemory(graph, cluster, training, setting)
+        self.limits = None if self.memory.never_bind() else self.memory
+        """None: memory cannot bind."""
+        self.bounds = Bounds(self.replayer, starts, self.limits)
 
     def fitting(self, cuts: Ints) -> Any:
         """[rows] whether all stages of each split fit."""
         edges = self._edges(cuts)
-        return self.fits(np.arange(self.setting.num_stages), edges[:, :-1], edges[:, 1:]).all(axis=1)
+        if self.limits is None:
+            return np.ones(len(cuts), dtype=np.bool_)
+        return self.limits.fits(np.arange(self.setting.num_stages), edges[:, :-1], edges[:, 1:]).all(axis=1)
 
-    def never_short(self) -> bool:
-        """Whether memory cannot bind: all layers together, at the most in flight, with the widest cut on both sides."""
-        costs = self.graph.at(self.setting.samples)
-        most = int(np.argmax(self.held))
-        whole = float(sum(self._items(most, 0, self.graph.num_layers).values()))
-        edges = 2 * (int(self.held[most]) + 1) * float(costs.crossing_bytes.max())
-        return whole + edges + len(self.held) * 8 <= float(self.room.min())
-
-    def chain(self, unlimited: bool = False) -> Chain:
+    @cached_property
+    def chain(self) -> Chain:
         """The first-order view: equal replicas at their slowest, everything that crosses a cut goes over it."""
         costs, cluster, setting = self.graph.at(self.setting.samples), self.cluster, self.setting
         speeds = tuple(min(cluster.devices[rank].relative_speed for rank in ranks) for ranks in setting.ranks)
@@ -99,15 +59,7 @@ class Problem:
                 for link in links
             ]
             hops[s] = np.max(times, axis=0)
-        free = unlimited or self.never_short()
-        return Chain(
-            costs.before_s,
-            speeds,
-            self.starts,
-            hops,
-            fits=None if free else self.fits,
-            roomy=None if free else self.roomy,
-        )
+        return Chain(costs.before_s, speeds, self.starts, hops, self.limits)
 
     def best(self) -> Found | None:
         """The best split found; None: none fits."""
@@ -115,7 +67,7 @@ class Problem:
         num_splits = math.prod(len(row) for row in boundaries)
         if not boundaries or num_splits <= FEW_SPLITS or self._count(boundaries) <= FEW_SPLITS:
             return self._choose(_all_splits(boundaries), proven=True)
-        proposed = best_split(self.chain(), weight=self.setting.num_microbatches - 1, tolerance=1e-3)
+        proposed = best_split(self.chain, weight=self.setting.num_microbatches - 1, tolerance=1e-3)
         if not proposed:
             return None
         found = self._choose(np.array([*(split.cuts for split in proposed), *self._even(boundaries)]))

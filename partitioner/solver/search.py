@@ -40,11 +40,17 @@ def search(graph: CostGraph, cluster: Cluster, training: Training, meshes: list[
     for setting in settings(cluster, training, meshes):
         if (starts := flags[setting.num_stages]) is not None:
             problem = Problem(graph, cluster, training, setting, starts)
+            if problem.limits is not None and problem.limits.hopeless():
+                unfit.append(setting)
+                continue
             waiting.append((problem.bounds.quick(), next(counter), False, problem))
     heapq.heapify(waiting)
     lower, best = math.inf, math.inf
     while waiting:
         bound, _, is_tight, problem = heapq.heappop(waiting)
+        if bound == math.inf:
+            unfit.append(problem.setting)
+            continue
         if bound > best * (1 + CLOSE):
             lower = min(lower, bound)
             break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from partitioner.specs import Cluster, Training, format_bytes
 
 PRECISION = 1e-3
 """Relative, of the smallest limit that would do."""
-MOST_GROWTH = 64
+MOST_GROWTH = 8
 """Up to so many times the devices are tried."""
 
 
@@ -26,8 +27,8 @@ def shortage(graph: CostGraph, cluster: Cluster, training: Training) -> str:
     )
     setting, bounds = problem.setting, graph.bounds(split.cuts)
     stages = np.arange(setting.num_stages)
-    needed = problem.bytes(stages, [first for first, _ in bounds], [last for _, last in bounds])
-    stage = int(np.argmax(needed - problem.room))
+    needed = problem.memory.bytes(stages, [first for first, _ in bounds], [last for _, last in bounds])
+    stage = int(np.argmax(needed - problem.memory.room))
     device = min((cluster.devices[rank] for rank in setting.ranks[stage]), key=lambda one: memory_limit(one, training))
     items = stage_memory(
         graph,
@@ -41,7 +42,7 @@ def shortage(graph: CostGraph, cluster: Cluster, training: Training) -> str:
     )
     limit = memory_limit(device, training)
     sizes = sorted(((value, name) for name, value in items.model_dump().items() if value), reverse=True)
-    held = int(problem.held[stage])
+    held = int(problem.memory.held[stage])
     largest = ", ".join(
         f"{name} {format_bytes(value)}"
         + (f" of {held} micro-batch{'es' if held > 1 else ''} in flight" if name == "activations" else "")
@@ -65,64 +66,62 @@ def shortage(graph: CostGraph, cluster: Cluster, training: Training) -> str:
 
 
 def _leanest(graph: CostGraph, cluster: Cluster, training: Training) -> Iterator[Problem]:
-    """The settings of every mesh that need the least memory: the smallest micro-batches, and the largest."""
+    """Settings where memory is least: few replicas, stages in powers of two, the smallest and the largest micro-batch.
+
+    Replicas do not change what a rank holds; more stages hold fewer layers but, under 1f1b, more micro-batches.
+    """
     pins = pinned_positions(graph, training)
-    for meshes in mesh_levels(graph, cluster, training):
-        for mesh in meshes:
-            starts = start_flags(graph.num_layers, mesh[0], graph.allowed_cuts, pins)
-            every = list(settings(cluster, training, [mesh])) if starts is not None else []
-            schedule = every[0].schedule if every else None  # 1f1b unless another is asked for
-            every = [one for one in every if one.schedule == schedule and one.ranks == every[0].ranks]
-            for one in {every[0]: 0, every[-1]: 0} if every else ():
-                assert starts is not None
-                yield Problem(graph, cluster, training, one, starts)
+    meshes = sorted(mesh for level in mesh_levels(graph, cluster, training) for mesh in level)
+    fewest: dict[int, int] = {}
+    for stages, replicas in meshes:
+        fewest.setdefault(stages, replicas)
+    most = max(fewest)
+    for stages in sorted(fewest, reverse=True):
+        starts = start_flags(graph.num_layers, stages, graph.allowed_cuts, pins)
+        if starts is None or (stages != most and stages & (stages - 1)):
+            continue
+        every = list(settings(cluster, training, [(stages, fewest[stages])]))
+        every = [one for one in every if (one.schedule, one.ranks) == (every[0].schedule, every[0].ranks)]
+        for setting in dict.fromkeys((every[-1], every[0])) if every else ():
+            yield Problem(graph, cluster, training, setting, starts)
+
+
+def _fits(problem: Problem) -> bool:
+    hopeless = problem.limits is not None and problem.limits.hopeless()
+    return not hopeless and cheapest_split(problem.chain) is not None
+
+
+def _somehow(graph: CostGraph, cluster: Cluster, training: Training) -> Problem | None:
+    """A setting of which some split fits, looked for where memory is least; None: there is none there."""
+    return next((problem for problem in _leanest(graph, cluster, training) if _fits(problem)), None)
 
 
 def _closest(problem: Problem) -> tuple[float, Problem, Split]:
-    """(bytes that every device lacks, problem, split) of the split that lacks the least; 0 where one fits."""
-    split, low = cheapest_split(problem.chain()), 0.0
-    if split is not None:
-        return 0.0, problem, split
-    high = float(np.max(problem.bytes(np.arange(problem.setting.num_stages), 0, problem.graph.num_layers)))
-    high += 4 * float(problem.held.max() + 1) * float(problem.replayer.costs.crossing_bytes.max())
-    while high - low > PRECISION * high:
+    """(bytes that every device lacks, problem, split) of the split that lacks the least."""
+    free = cheapest_split(replace(problem.chain, limits=None))
+    assert free is not None  # every stage can have a layer
+    edges = np.array((0, *free.cuts, problem.graph.num_layers))
+    needed = problem.memory.bytes(np.arange(problem.setting.num_stages), edges[:-1], edges[1:])
+    low, high, split = 0.0, float(np.max(needed - problem.memory.room)), free
+    while high - low > PRECISION * (high + float(problem.memory.room.min())):
         middle = (low + high) / 2
-        found = cheapest_split(problem.with_room(middle).chain())
+        found = cheapest_split(replace(problem.chain, limits=problem.memory.grown(middle)))
         if found is None:
             low = middle
         else:
             high, split = middle, found
-    if split is None:
-        split = cheapest_split(problem.chain(unlimited=True))
-    assert split is not None  # starts has room for one layer a stage
-    return high, problem, split
-
-
-def fits_somehow(graph: CostGraph, cluster: Cluster, training: Training) -> Problem | None:
-    """A setting of which some split fits, looked for where memory is least; None: there is none there."""
-    for problem in _leanest(graph, cluster, training):
-        if cheapest_split(problem.chain()) is not None:
-            return problem
-    return None
+    return max(1.0, high), problem, split
 
 
 def _way_out(graph: CostGraph, cluster: Cluster, training: Training, limit: int, lacking: float) -> str:
     """The nearest changes that were tried and fit."""
     ways = []
-    freed = {
-        "schedule": training.schedule == "gpipe",
-        "microbatches": training.microbatches != "auto",
-        "mesh": training.mesh != "auto",
-    }
-    for name in (name for name, was_fixed in freed.items() if was_fixed):
-        problem = fits_somehow(graph, cluster, training.model_copy(update={name: "auto"}))
-        if problem is not None:
-            value = {
-                "schedule": problem.setting.schedule,
-                "microbatches": problem.setting.num_microbatches,
-                "mesh": problem.setting.mesh,
-            }[name]
-            ways.append(f"{name}={value!r}")
+    if training.schedule == "gpipe" and (found := _tried(graph, cluster, training, schedule="auto")):
+        ways.append(f"schedule={found.setting.schedule!r}")
+    if training.microbatches != "auto" and (found := _tried(graph, cluster, training, microbatches="auto")):
+        ways.append(f"microbatches={found.setting.num_microbatches}")
+    if training.mesh != "auto" and (found := _tried(graph, cluster, training, mesh="auto")):
+        ways.append(f"mesh={found.setting.mesh}")
     if (more := _more_devices(graph, cluster, training)) is not None:
         ways.append(f"{more} such devices")
     if (smaller := _smaller_batch(graph, cluster, training)) is not None:
@@ -131,8 +130,13 @@ def _way_out(graph: CostGraph, cluster: Cluster, training: Training, limit: int,
     return f"What fits: {' or '.join(ways)}."
 
 
+def _tried(graph: CostGraph, cluster: Cluster, training: Training, **changes: object) -> Problem | None:
+    return _somehow(graph, cluster, training.model_copy(update=changes))
+
+
 def _more_devices(graph: CostGraph, cluster: Cluster, training: Training) -> int | None:
-    """The fewest devices, like the last one, that are enough; None: more do not help."""
+    """About the fewest devices, like the last one, that are enough; None: more do not help."""
+    pins = pinned_positions(graph, training)
 
     def enough(count: int) -> bool:
         extra = count - cluster.num_devices
@@ -142,14 +146,23 @@ def _more_devices(graph: CostGraph, cluster: Cluster, training: Training) -> int
                 "nodes": cluster.nodes + cluster.nodes[-1:] * extra,
             }
         )
-        return fits_somehow(graph, grown, training) is not None
+        meshes = [mesh for level in mesh_levels(graph, grown, training) for mesh in level if mesh[0] * mesh[1] == count]
+        for mesh in sorted(meshes, reverse=True)[:1]:
+            starts = start_flags(graph.num_layers, mesh[0], graph.allowed_cuts, pins)
+            every = list(settings(grown, training, [mesh])) if starts is not None else []
+            every = [one for one in every if one.schedule == every[0].schedule]
+            for setting in dict.fromkeys((every[-1], every[0])) if every else ():
+                assert starts is not None
+                if _fits(Problem(graph, grown, training, setting, starts)):
+                    return True
+        return False
 
     low = high = cluster.num_devices
     most = min(MOST_GROWTH * cluster.num_devices, len(graph.allowed_cuts) + 1)
     while high < most:
         low, high = high, min(2 * high, most)
         if enough(high):
-            while high - low > 1:
+            while high - low > max(1, high // 16):
                 middle = (low + high) // 2
                 low, high = (low, middle) if enough(middle) else (middle, high)
             return high
@@ -161,6 +174,8 @@ def _smaller_batch(graph: CostGraph, cluster: Cluster, training: Training) -> in
     size = training.batch_size
     while size % 2 == 0:
         size //= 2
-        if fits_somehow(graph, cluster, training.model_copy(update={"batch_size": size})) is not None:
+        if training.microbatches != "auto" and size % training.microbatches:
+            return None
+        if _tried(graph, cluster, training, batch_size=size):
             return size
     return None
