@@ -21,12 +21,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from partitioner.errors import ArgumentError
+from partitioner.errors import ArgumentError, SetupError
 from partitioner.executor.mesh import Mesh
 from partitioner.executor.placement import Placement
 from partitioner.executor.wire import as_bytes
@@ -62,8 +63,11 @@ def save(
     placement: Placement,
     optimizer: torch.optim.Optimizer | None,
     training: Mapping[str, Any],
-) -> None:
-    """Write the checkpoint beside its place and rename it once every rank is done; every rank must call it."""
+) -> str:
+    """Write the checkpoint beside its place and rename it once every rank is done; every rank must call it.
+
+    "" or, on every rank alike, what went wrong: then nothing has changed.
+    """
     final = Path(path)
     _refuse_other_folder(final)
     beside = mesh.gather(final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}"))[0]
@@ -75,8 +79,11 @@ def save(
         final.parent.mkdir(parents=True, exist_ok=True)
         with _quiet():
             dcp_save(state, checkpoint_id=beside, process_group=mesh.control, no_dist=mesh.control is None)
-    except Exception as error:
-        problem = f"{type(error).__name__}: {error}"
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        problem = f"rank {rank}: {type(cause).__name__}: {cause}"
+    except OSError as error:
+        problem = f"rank {mesh.rank}: {error}"
     problems = list(filter(None, mesh.gather(problem)))
     if mesh.rank == 0:
         if problems:
@@ -84,8 +91,7 @@ def save(
         else:
             _put_in_place(beside, final)
     mesh.gather(None)
-    if problems:
-        raise ArgumentError(f"cannot write the checkpoint {final}: {problems[0]}")
+    return problems[0] if problems else ""
 
 
 def load(
@@ -116,8 +122,12 @@ def load(
             wanted[key] = None
             if isinstance(entry, TensorStorageMetadata):
                 wanted[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    with _quiet(), torch.no_grad():
-        dcp_load(wanted, storage_reader=reader, process_group=mesh.control, no_dist=mesh.control is None)
+    try:
+        with _quiet(), torch.no_grad():
+            dcp_load(wanted, storage_reader=reader, process_group=mesh.control, no_dist=mesh.control is None)
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise SetupError(f"cannot read the checkpoint {os.fspath(path)} on rank {rank}: {cause}") from cause
     extra = {
         key.removeprefix("model."): value
         for key, value in wanted.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -14,8 +15,10 @@ from partitioner.executor.wire import PeerLost, peer_lost
 from partitioner.schedule import Action
 
 
-class _HasNow(Protocol):
+class _Walk(Protocol):
     now: Action | None
+
+    def drop(self) -> None: ...
 
 
 class Failures:
@@ -31,7 +34,7 @@ class Failures:
         self._failed = ""
 
     @contextmanager
-    def caught(self, pipeline: _HasNow) -> Iterator[None]:
+    def caught(self, pipeline: _Walk) -> Iterator[None]:
         """Errors inside are raised with their place, and end this rank's part in the mesh."""
         if self._failed:
             raise RankError(f"this stage has ended, because {self._failed}", rank=self._mesh.rank)
@@ -43,7 +46,7 @@ class Failures:
                 raise
             raise told from error
 
-    def note(self, error: BaseException, pipeline: _HasNow) -> BaseException:
+    def note(self, error: BaseException, pipeline: _Walk) -> BaseException:
         """The error to raise for `error`; the other ranks are told."""
         if self._failed:
             return error
@@ -56,6 +59,8 @@ class Failures:
         if place["rank"] is None:
             place["rank"] = self._mesh.rank
         self._mesh.report_failure(place | {"message": self._failed})
+        pipeline.drop()
+        _forget_locals(error)
         self._mesh.close()
         return told
 
@@ -96,6 +101,19 @@ class Failures:
                 found = self._names.get(id(running), found) or found
             trace = trace.tb_next
         return found
+
+
+def _forget_locals(error: BaseException) -> None:
+    """Empty the executor's own frames in the traceback: what they refer to would keep connections open."""
+    found: BaseException | None = error
+    while found is not None:
+        trace = found.__traceback__
+        while trace is not None:
+            if trace.tb_frame.f_globals.get("__name__", "").startswith("partitioner.executor"):
+                with contextlib.suppress(RuntimeError):  # it still runs
+                    trace.tb_frame.clear()
+            trace = trace.tb_next
+        found = found.__cause__ or found.__context__
 
 
 def _as_peer_lost(error: BaseException, mesh: Mesh) -> PeerLost | None:

@@ -104,6 +104,11 @@ class Pipeline:
             sender.flush()
         return outputs
 
+    def drop(self) -> None:
+        """Let go of every connection and half-done message; gloo closes a connection when nothing refers to it."""
+        self._from, self._to, self._back_from, self._back_to = {}, {}, {}, {}
+        self._runs, self._roots, self._replicas = {}, {}, None
+
     def _forward(self, kind: str, step: int, k: int, count: int, microbatch: MicroBatch) -> SliceRun:
         received = self._receive_activations(Tag(kind, step, k), count)
         args, kwargs = self._on_device((microbatch.args, microbatch.kwargs))

@@ -1,8 +1,9 @@
 """Which rank holds which parameter: a model is taken over in place, and keeps on each rank only what its stage uses.
 
-A parameter lives on every stage that uses it; one that nothing uses lives on stage 0. On all other stages a placeholder
-with its shape and dtype stands in its place, a single NaN seen everywhere, so that a wrong read cannot go unnoticed.
-Buffers are whole on every rank; the stage whose layers are nearest speaks for them in checkpoints.
+A parameter lives on every stage that uses it; one that the captured forward did not use (another branch may) lives
+where the layers nearest to it in the model are. On all other stages a placeholder with its shape and dtype stands in
+its place, a single NaN seen everywhere, so that a wrong read cannot go unnoticed. Buffers are whole on every rank; the
+stage whose layers are nearest speaks for them in checkpoints.
 """
 
 from __future__ import annotations
@@ -43,12 +44,13 @@ class Placement:
             _refuse_optimizers(self.model)
         stage_of = plan.stage_of()
         self.names: dict[str, tuple[str, ...]] = {entry.names[0]: entry.names for entry in plan.profile.parameters}
+        near = _stages_below(stage_of)
         self.owners: dict[str, tuple[int, ...]] = {
-            entry.names[0]: tuple(sorted({stage_of[layer] for layer in entry.layers})) or (0,)
+            entry.names[0]: tuple(sorted({stage_of[layer] for layer in entry.layers} or _nearest(near, entry.names[0])))
             for entry in plan.profile.parameters
         }
         self._first = {name: first for first, names in self.names.items() for name in names}
-        self._layer_stages = _module_stages(stage_of)
+        self._near = near
         self._take_over(None if weights is None else Weights(weights))
         parameters = dict(self.model.named_parameters())
         self.own: dict[str, nn.Parameter] = {
@@ -66,12 +68,7 @@ class Placement:
         """The stage that speaks for an entry of the state dict: the first owner, or for a buffer the nearest layer."""
         if key in self._first:
             return self.owners[self._first[key]][0]
-        path = key.rpartition(".")[0]
-        while path:
-            if path in self._layer_stages:
-                return self._layer_stages[path]
-            path = path.rpartition(".")[0]
-        return self._layer_stages.get("", 0)
+        return min(_nearest(self._near, key))
 
     def holds(self, key: str) -> bool:
         """Whether an entry of the state dict is this stage's own."""
@@ -213,18 +210,24 @@ def _places(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
     return places
 
 
-def _module_stages(stage_of: Mapping[str, int]) -> dict[str, int]:
-    """Module path -> the stage that speaks for its buffers: its last call's, or for a container its first layer's."""
-    stages: dict[str, int] = {}
-    for layer, stage in stage_of.items():
-        path = "" if layer == ROOT else layer.partition("#")[0]
-        stages[path] = stage
+def _stages_below(stage_of: Mapping[str, int]) -> dict[str, set[int]]:
+    """Module path -> the stages of the layers at and below it."""
+    stages: dict[str, set[int]] = defaultdict(set)
     for layer, stage in stage_of.items():
         path = "" if layer == ROOT else layer.partition("#")[0]
         while path:
+            stages[path].add(stage)
             path = path.rpartition(".")[0]
-            stages.setdefault(path, stage)
-    return stages
+        stages[""].add(stage)
+    return dict(stages)
+
+
+def _nearest(stages: Mapping[str, set[int]], key: str) -> set[int]:
+    """The stages around a parameter or buffer: those of the innermost module that has layers at or below it."""
+    path = key.rpartition(".")[0]
+    while path and path not in stages:
+        path = path.rpartition(".")[0]
+    return stages[path]
 
 
 def _refuse_optimizers(model: nn.Module) -> None:

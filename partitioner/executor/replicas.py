@@ -27,14 +27,11 @@ class Replicas:
     def __init__(self, mesh: Mesh, model: nn.Module, loss: Loss) -> None:
         self._scale = float(mesh.num_replicas)
         self._inner = _WithLoss(model, loss, mesh.device)
-        known = inspect.signature(DistributedDataParallel).parameters
-        keep_buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-        self._outer = DistributedDataParallel(
-            self._inner,
-            process_group=next(iter(mesh.owners.values())),
-            find_unused_parameters=True,
-            **{keep_buffers: False},
-        )
+        group = next(iter(mesh.owners.values()))
+        settings: dict[str, Any] = {"process_group": group, "find_unused_parameters": True}
+        newer = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+        settings["forward_sync_buffers" if newer else "broadcast_buffers"] = False
+        self._outer = DistributedDataParallel(self._inner, **settings)
 
     def forward(self, microbatch: MicroBatch, share: float, is_last: bool) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """What to differentiate, the micro-batch's part of the loss, and the model's output."""

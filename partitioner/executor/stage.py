@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset, DistributedSampler
 
-from partitioner.errors import NotBuiltError
+from partitioner.errors import NotBuiltError, SetupError
 from partitioner.executor import checkpoint
 from partitioner.executor.agreement import digest, refuse_differing
 from partitioner.executor.failures import Failures
@@ -109,11 +109,12 @@ class LiveStage:
         if copy_values:
             self._reduction.copy_values(list(placement.model.buffers()))
         self._recorder = Recorder(mesh, list(self.parameters()))
-        self._replicas = None
+        replicas = None
         if plan.num_stages == 1 and plan.num_replicas > 1 and self._trains():
-            self._replicas = Replicas(mesh, placement.model, loss)
+            replicas = Replicas(mesh, placement.model, loss)
+        self._reduces = replicas is None
         randomness = Randomness(self._seed, mesh.stage, mesh.replica, mesh.device)
-        self._pipeline = Pipeline(mesh, part, loss, randomness, self._recorder, self._replicas)
+        self._pipeline = Pipeline(mesh, part, loss, randomness, self._recorder, replicas)
         self._keep_output = keep_output
         self._outputs: tuple[list[Any], list[int], list[float]] | None = None
         self._num_calls = 0
@@ -172,11 +173,14 @@ class LiveStage:
         """Write model and optimizer as a folder, whole or not at all. Every rank must call it.
 
         It loads under any other plan, with `load_checkpoint`, and into the plain model with torch's
-        `dcp.load({"model": model.state_dict()}, checkpoint_id=path)`.
+        `dcp.load({"model": model.state_dict()}, checkpoint_id=path)`. A SetupError says why it could not be written,
+        on every rank; training can go on.
         """
         with self._failures.caught(self._pipeline):
             training = {"num_steps": self._num_steps, "num_calls": self._num_calls, "seed": self._seed}
-            checkpoint.save(path, self._mesh, self._placement, optimizer, training)
+            problem = checkpoint.save(path, self._mesh, self._placement, optimizer, training)
+        if problem:
+            raise SetupError(f"cannot write the checkpoint {os.fspath(path)}, what was there is as before: {problem}")
 
     def load_checkpoint(self, path: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
         """Read what `save_checkpoint` wrote, under this or any other plan. Every rank must call it."""
@@ -197,12 +201,12 @@ class LiveStage:
             microbatches, weights = self._prepared(inputs, target)
             total, shares = self._shares(microbatches, weights)
             outputs: list[Any] = []
-            if self._replicas is None:
+            if self._reduces:
                 self._reduction.begin()
             part = self._pipeline.train(self._num_calls, microbatches, shares, outputs if self._keep_output else None)
             with self._recorder.span("sync"):
                 loss = self._agreed_loss(part if total else None, bool(total))
-                if self._replicas is None:
+                if self._reduces:
                     self._reduction.finish()
             self._outputs = (outputs, [microbatch.samples for microbatch in microbatches], weights)
             self._num_steps += 1
@@ -272,6 +276,7 @@ class LiveStage:
     def close(self) -> None:
         """Leave the process groups made here. The model stays as it is: this stage's part of it."""
         self._recorder.close()
+        self._pipeline.drop()
         self._mesh.close()
 
     def __enter__(self) -> Self:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,9 @@ class Weights:
 
         def read(key: str, entry: TensorStorageMetadata) -> torch.Tensor:
             tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-            dcp_load({key: tensor}, storage_reader=FileSystemReader(path), no_dist=True)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                dcp_load({key: tensor}, storage_reader=FileSystemReader(path), no_dist=True)
             return tensor
 
         for key, entry in entries.items():

@@ -1,0 +1,419 @@
+"""Training on ranks gives the numbers of one device: loss, gradients, weights, whatever the mesh and the schedule."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import models
+import numpy as np
+import pytest
+import torch
+from models import Case
+from plans import joined, plan_for, plan_of
+from rank_pool import RankPool, RanksFailed
+from torch import nn
+from torch.nn import functional as F
+
+from partitioner.errors import ArgumentError, PlanMismatchError
+from partitioner.executor import materialize
+from partitioner.losses import Loss
+from partitioner.microbatches import Cutter, as_call
+from partitioner.plan import Plan
+
+TOLERANCE = 1e-5
+
+
+def mlp(width: int = 16, depth: int = 4, batch: int = 8) -> Case:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for _ in range(depth):
+        layers += [nn.Linear(width, width), nn.Tanh()]
+    x, y = torch.randn(batch, width), torch.randint(0, width, (batch,))
+    return Case(nn.Sequential(*layers), (x,), target=y, loss_fn=nn.CrossEntropyLoss())
+
+
+def step_on_ranks(
+    plan: Plan,
+    model: nn.Module,
+    batches: list[tuple[Any, Any]],
+    loss_fn: Callable[..., Any] | None = None,
+    zero_grad: bool = True,
+    learning_rate: float = 0.05,
+    max_norm: float | None = None,
+    **how: Any,
+) -> dict[str, Any]:
+    """On a rank: train on each batch (cut over replicas); losses, first step's gradients, final weights."""
+    with materialize(plan, model, loss_fn=loss_fn, **how) as stage:
+        optimizer = torch.optim.SGD(stage.parameters(), learning_rate)
+        losses, norms, gradients = [], [], {}
+        for k, (inputs, target) in enumerate(batches):
+            args, kwargs = as_call(inputs)
+            part = Cutter(plan.training.batch_dim).cut(args, kwargs, target, stage.dp_size)[stage.dp_rank]
+            losses.append(stage.train_step(part.kwargs if kwargs else part.args, part.target))
+            if max_norm is not None:
+                norms.append(float(stage.clip_grad_norm_(max_norm)))
+            if k == 0 or not zero_grad:
+                gradients = {n: p.grad.clone() for n, p in stage.named_parameters() if p.grad is not None}
+            if zero_grad:
+                optimizer.step()
+                optimizer.zero_grad()
+        weights = {n: p.detach().clone() for n, p in stage.named_parameters() if n != "(inert)"}
+        assert all(loss.dim() == 0 and not loss.requires_grad for loss in losses)
+        return {"losses": [float(v) for v in losses], "norms": norms, "gradients": gradients, "weights": weights}
+
+
+def step_on_one_device(
+    model: nn.Module,
+    batches: list[tuple[Any, Any]],
+    loss_fn: Callable[..., Any] | None = None,
+    zero_grad: bool = True,
+    learning_rate: float = 0.05,
+    max_norm: float | None = None,
+) -> dict[str, Any]:
+    """The same on this process, whole batches at once, the way it is always written."""
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), learning_rate)
+    losses, norms, gradients = [], [], {}
+    for k, (inputs, target) in enumerate(batches):
+        args, kwargs = as_call(inputs)
+        loss = Loss(model, loss_fn, None).of(model(*args, **kwargs), target)
+        loss.backward()  # type: ignore[no-untyped-call]
+        losses.append(float(loss.detach()))
+        if max_norm is not None:
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), max_norm)))
+        if k == 0 or not zero_grad:
+            gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        if zero_grad:
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    return {"losses": losses, "norms": norms, "gradients": gradients, "weights": weights}
+
+
+def assert_close(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    largest = max(float(tensor.abs().max()) for tensor in expected.values())
+    for name, tensor in expected.items():
+        allowed = TOLERANCE * max(float(tensor.abs().max()), 1e-4 * largest)
+        error = float((got[name] - tensor).abs().max())
+        assert error <= allowed, f"{name}: off by {error:.2e}, allowed {allowed:.2e}"
+
+
+def assert_same(ranks: RankPool, plan: Plan, model: nn.Module, batches: list[Any], loss_fn: Any, **how: Any) -> None:
+    expected = step_on_one_device(model, batches, loss_fn, **how)
+    got = ranks.run(plan.num_ranks, step_on_ranks, plan, model, batches, loss_fn, *how.values())
+    for rank in got:
+        assert rank["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+        assert rank["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+    assert_close(joined([rank["gradients"] for rank in got]), expected["gradients"])
+    assert_close(joined([rank["weights"] for rank in got]), expected["weights"])
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("pp", "dp"), [(2, 1), (4, 1), (1, 2), (2, 2), (1, 4)])
+def test_three_steps_are_those_of_one_device(ranks: RankPool, pp: int, dp: int, schedule: str) -> None:
+    case = mlp()
+    plan = plan_for(case, pp=pp, dp=dp, microbatches=3, schedule=schedule)
+    batches = [(torch.randn(16, 16), torch.randint(0, 16, (16,))) for _ in range(3)]
+    assert_same(ranks, plan, case.model, batches, case.loss_fn)
+
+
+@pytest.mark.parametrize(
+    ("name", "pp", "dp"),
+    [("gpt2", 4, 1), ("bert", 2, 2), ("bert", 1, 3), ("unet", 3, 1), ("lstm", 3, 1), ("t5", 3, 1), ("tied", 2, 2)],
+)
+def test_real_models_give_one_devices_numbers(ranks: RankPool, name: str, pp: int, dp: int) -> None:
+    """Tied weights, skips over stages, state in tuples, labels of -100 unevenly over micro-batches and replicas."""
+    case = models.build(name)
+    if name == "bert":
+        assert case.kwargs is not None
+        case.kwargs["labels"][:3] = -100
+        case.kwargs["labels"][3:, 5:] = -100
+    plan = plan_for(case, pp=pp, dp=dp, microbatches=2)
+    assert_same(ranks, plan, case.model, [(case.inputs, case.target)] * 2, case.loss_fn)
+
+
+@pytest.mark.parametrize(("pp", "dp"), [(2, 1), (2, 2), (1, 2)])
+def test_accumulating_over_two_steps_adds_up(ranks: RankPool, pp: int, dp: int) -> None:
+    case = models.build("tied")
+    plan = plan_for(case, pp=pp, dp=dp, microbatches=2)
+    other = torch.randint(0, 31, (8, 6))
+    assert_same(ranks, plan, case.model, [(case.inputs, case.target), ((other,), other)], case.loss_fn, zero_grad=False)
+
+
+def test_the_norm_counts_a_shared_parameter_once_and_clips_like_torch(ranks: RankPool) -> None:
+    case = models.build("tied")
+    plan = plan_for(case, pp=2, dp=2, microbatches=2)
+    batches = [(case.inputs, case.target)] * 3
+    assert_same(ranks, plan, case.model, batches, case.loss_fn, zero_grad=True, learning_rate=0.1, max_norm=0.3)
+
+
+@pytest.mark.parametrize("size", [13, 5, 2])
+def test_batches_that_do_not_divide_are_weighted_by_samples(ranks: RankPool, size: int) -> None:
+    case = mlp()
+    plan = plan_for(case, pp=2, dp=2, microbatches=4)
+    assert_same(ranks, plan, case.model, [(torch.randn(size, 16), torch.randint(0, 16, (size,)))], case.loss_fn)
+
+
+@pytest.mark.parametrize(("pp", "dp"), [(2, 1), (2, 2), (1, 2)])
+def test_a_micro_batch_without_a_valid_label_counts_for_nothing(ranks: RankPool, pp: int, dp: int) -> None:
+    """Micro-batches and whole replicas without any valid label are NaN alone; one device sees the whole batch."""
+    case = mlp()
+    target = torch.full((8,), -100)
+    target[:2] = torch.tensor([3, 5])
+    plan = plan_for(case, pp=pp, dp=dp, microbatches=4)
+    assert_same(ranks, plan, case.model, [(case.inputs, target)], case.loss_fn)
+    last_only = torch.full((8,), -100)
+    last_only[7] = 1
+    assert_same(ranks, plan, case.model, [(case.inputs, last_only)], case.loss_fn)
+
+
+def test_a_batch_without_any_valid_label_has_no_loss_and_no_gradient(ranks: RankPool) -> None:
+    case = mlp()
+    plan = plan_for(case, pp=2, microbatches=2)
+    batch = [(case.inputs, torch.full((8,), -100))]
+    for rank in ranks.run(2, step_on_ranks, plan, case.model, batch, case.loss_fn):
+        assert np.isnan(rank["losses"][0]) and rank["gradients"] == {}
+
+
+class Routed(nn.Module):
+    """Each batch goes through one of two experts; a third is never used, and the first layer is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.frozen.weight.copy_(torch.eye(8))
+        self.frozen.bias.zero_()
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.frozen(x)
+        x = self.experts[0](x) if bool(x[0, 0] > 0) else self.experts[1](x)
+        output: torch.Tensor = self.last(x)
+        return output
+
+
+@pytest.mark.parametrize(("pp", "dp"), [(2, 2), (1, 2), (3, 1)])
+def test_parameters_without_a_gradient_on_some_ranks(ranks: RankPool, pp: int, dp: int) -> None:
+    torch.manual_seed(0)
+    model = Routed()
+    x, y = torch.randn(8, 8), torch.randn(8, 8)
+    x[0, 0], x[4, 0] = 1.0, 1.0  # all micro-batches go to expert 0
+    x[2, 0], x[6, 0] = 1.0, 1.0
+    cuts = {1: [], 2: ["last"], 3: ["experts.0", "last"]}[pp]
+    plan = plan_of(model, (x,), pp=pp, dp=dp, microbatches=2, cuts=cuts)
+    assert_same(ranks, plan, model, [(x, y)], F.mse_loss)
+
+
+def test_a_stage_without_trainable_parameters_feeds_the_same_optimizer_line(ranks: RankPool) -> None:
+    def names() -> list[str]:
+        with materialize(plan, model, loss_fn=F.mse_loss) as stage:
+            optimizer = torch.optim.AdamW(stage.parameters())
+            stage.train_step((x,), x)
+            optimizer.step()
+            return [name for name, _ in stage.named_parameters()]
+
+    torch.manual_seed(0)
+    model, x = Routed(), torch.randn(4, 8)
+    x[:, 0] = 1.0
+    plan = plan_of(model, (x,), cuts=["experts.0"])
+    first, second = ranks.run(2, names)
+    assert first[-1] == "(inert)" and {"frozen.weight", "frozen.bias"} <= set(first)
+    assert "(inert)" not in second and "last.weight" in second
+
+
+def test_outputs_are_those_of_one_call(ranks: RankPool) -> None:
+    def outputs() -> tuple[Any, Any, Any]:
+        with materialize(plan, model) as stage:
+            stage.train_step(case.inputs)
+            trained = stage.last_output
+            evaluated = stage.eval_step(case.inputs)
+            logits = stage.eval_step({"input_ids": case.inputs["input_ids"]})
+            return trained, evaluated, logits
+
+    case = models.build("gpt2")
+    model = case.model
+    plan = plan_for(case, pp=2, dp=2, microbatches=2)
+    got = ranks.run(4, outputs)
+    assert [answer[1] is None for answer in got] == [True, True, False, False]
+    with torch.no_grad():
+        expected = model(**case.inputs)
+    for trained, evaluated, logits in got[2:]:
+        torch.testing.assert_close(trained.logits, expected.logits)
+        torch.testing.assert_close(evaluated.logits, expected.logits)
+        torch.testing.assert_close(evaluated.loss, expected.loss)
+        torch.testing.assert_close(logits.logits, expected.logits)
+        assert logits.loss is None and not trained.logits.requires_grad
+
+
+def test_world_size_one_needs_no_other_process() -> None:
+    case = mlp()
+    plan = plan_for(case, pp=1, microbatches=4)
+    expected = step_on_one_device(case.model, [(case.inputs, case.target)] * 2, case.loss_fn)
+    got = step_on_ranks(plan, copy.deepcopy(case.model), [(case.inputs, case.target)] * 2, case.loss_fn)
+    assert got["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+    assert_close(got["weights"], expected["weights"])
+    assert not torch.distributed.is_initialized()
+
+
+def test_double_precision_stays_double(ranks: RankPool) -> None:
+    case = mlp()
+    model, x = case.model.double(), case.args[0].double()
+    plan = plan_of(model, (x,), microbatches=2, dtype="float64")
+    expected = step_on_one_device(model, [(x, case.target)], case.loss_fn)
+    got = ranks.run(2, step_on_ranks, plan, model, [(x, case.target)], case.loss_fn)
+    assert all(rank["losses"] == pytest.approx(expected["losses"], rel=1e-13) for rank in got)
+    for name, gradient in joined([rank["gradients"] for rank in got]).items():
+        torch.testing.assert_close(gradient, expected["gradients"][name], rtol=1e-12, atol=1e-14)
+
+
+def test_samples_along_another_dimension(ranks: RankPool) -> None:
+    class Sequence(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.GRU(4, 4)
+            self.second = nn.GRU(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            output: torch.Tensor = self.second(self.first(x)[0])[0]
+            return output
+
+    torch.manual_seed(0)
+    model, x, y = Sequence(), torch.randn(5, 8, 4), torch.randn(5, 8, 4)
+    plan = plan_of(model, (x,), microbatches=4, batch_dim=1)
+    assert_same(ranks, plan, model, [(x, y)], F.mse_loss)
+
+
+class Dropping(nn.Module):
+    """Dropout in each block, and a choice of activation by Python's and numpy's coins."""
+
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            scale = 2.0 if random.random() < 0.5 else 1.0
+            shift = 1.0 if np.random.rand() < 0.5 else 0.0
+            x = x + F.dropout(block(x) * scale + shift, 0.5)
+        return x
+
+
+def test_randomness_is_repeatable_for_a_seed_and_other_than_the_callers(ranks: RankPool) -> None:
+    def losses(seed: int) -> list[float]:
+        torch.manual_seed(seed)
+        random.seed(1), np.random.seed(1)
+        with materialize(plan, model, loss_fn=F.mse_loss) as stage:
+            found = [float(stage.train_step((x,), x)) for _ in range(6)]
+        torch.manual_seed(seed)
+        state = torch.get_rng_state(), random.getstate(), str(np.random.get_state())
+        random.seed(1), np.random.seed(1)
+        assert torch.equal(state[0], torch.get_rng_state())
+        assert state[1:] == (random.getstate(), str(np.random.get_state()))
+        return found
+
+    model, x = Dropping(), torch.randn(8, 8)
+    plan = plan_of(model, (x,), microbatches=2)
+    first, again, other = ranks.run(2, losses, 5), ranks.run(2, losses, 5), ranks.run(2, losses, 6)
+    assert first == again != other and first[0] == first[1]
+    assert len(set(first[0])) == 6
+
+
+def test_dropout_masks_differ_between_stages_replicas_micro_batches_and_steps(ranks: RankPool) -> None:
+    def masks() -> list[list[int]]:
+        seen: list[list[int]] = []
+
+        def note(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+            seen.append((output != 0).int().flatten().tolist())
+
+        for block in model:
+            if isinstance(block, nn.Dropout):
+                block.register_forward_hook(note)
+        with materialize(plan, model, loss_fn=F.mse_loss) as stage:
+            for _ in range(2):
+                stage.train_step((torch.ones(4, 64),), torch.ones(4, 64))
+        return seen
+
+    model = nn.Sequential(nn.Identity(), nn.Dropout(0.5), nn.Identity(), nn.Dropout(0.5), nn.Linear(64, 64))
+    plan = plan_of(model, (torch.ones(4, 64),), dp=2, microbatches=2, cuts=["2"])
+    found = [mask for rank in ranks.run(4, masks) for mask in rank]
+    assert len(found) == 4 * 4 and len({tuple(mask) for mask in found}) == len(found)
+
+
+def test_ranks_of_a_replica_that_get_other_batches_are_named(ranks: RankPool) -> None:
+    def step() -> None:
+        import os
+
+        with materialize(plan, case.model, loss_fn=case.loss_fn) as stage:
+            batch = torch.ones(8, 16) if os.environ["RANK"] == "2" else torch.zeros(8, 16)
+            stage.train_step((batch,), case.target)
+
+    case = mlp()
+    plan = plan_for(case, pp=4)
+    with pytest.raises(RanksFailed) as failure:
+        ranks.run(4, step)
+    assert len(failure.value.errors) == 4
+    for error in failure.value.errors.values():
+        assert isinstance(error, ArgumentError) and "rank 2 got another batch than rank 0" in str(error)
+
+
+def test_the_sampler_gives_each_replica_its_own_share(ranks: RankPool) -> None:
+    def samples() -> list[int]:
+        with materialize(plan, case.model, loss_fn=case.loss_fn) as stage:
+            return list(stage.sampler(list(range(20))))  # type: ignore[arg-type]
+
+    case = mlp()
+    plan = plan_for(case, pp=2, dp=2)
+    first, second, third, fourth = ranks.run(4, samples)
+    assert first == third and second == fourth and sorted(first + second) == list(range(20))
+
+
+def test_a_wrong_number_of_processes_fails_before_anything_is_sent(ranks: RankPool) -> None:
+    def start() -> None:
+        try:
+            materialize(plan, case.model, loss_fn=case.loss_fn)
+        finally:
+            assert not torch.distributed.is_initialized()
+
+    case = mlp()
+    plan = plan_for(case, pp=2, dp=2)
+    with pytest.raises(RanksFailed) as failure:
+        ranks.run(3, start)
+    for error in failure.value.errors.values():
+        assert isinstance(error, PlanMismatchError)
+        assert "4 ranks (2 stages x 2 replicas), but 3 processes" in str(error)
+    with pytest.raises(PlanMismatchError, match=r"2 ranks .* but 1 process was started.*nproc-per-node 2"):
+        materialize(plan_for(case, pp=2), case.model)
+
+
+def test_the_timeline_shows_every_action_of_every_rank_in_order(ranks: RankPool) -> None:
+    def timeline() -> Any:
+        with materialize(plan, case.model, loss_fn=case.loss_fn) as stage:
+            optimizer = torch.optim.SGD(stage.parameters(), 0.1)
+            for _ in range(2):
+                stage.train_step(case.inputs, case.target)
+                optimizer.step()
+            return stage.timeline()
+
+    case = mlp()
+    plan = plan_for(case, pp=2, dp=2, microbatches=3)
+    got = ranks.run(4, timeline)
+    assert all(timeline == got[0] for timeline in got) and got[0].measured and got[0].num_ranks == 4
+    for rank in range(4):
+        spans = sorted((s for s in got[0].spans if s.rank == rank and s.kind != "send"), key=lambda s: s.start_s)
+        order = [f"{s.kind}{s.microbatch}" for s in spans if s.kind in ("F", "B")]
+        expected = ["F0", "F1", "B0", "F2", "B1", "B2"] if rank < 2 else ["F0", "B0", "F1", "B1", "F2", "B2"]
+        assert order == expected and {s.stage for s in spans} == {rank // 2}
+        assert [s.kind for s in spans if s.microbatch < 0] == ["sync", "optimizer"]
+        assert all(a.end_s <= b.start_s for a, b in pairwise(spans))
+    times = {(s.rank, s.kind, s.microbatch): s for s in got[0].spans}
+    for k in range(3):
+        assert times[0, "F", k].end_s <= times[2, "F", k].start_s
+        assert times[2, "B", k].end_s <= times[0, "B", k].start_s
+        assert times[0, "send", k].end_s <= times[2, "F", k].start_s
+    assert min(s.start_s for s in got[0].spans) == 0.0
