@@ -418,9 +418,9 @@ class _Walk(Watcher):
                 for name, requires_grad in names:
                     if name is None:
                         continue
-                    value, leaf = next(tensors), None
+                    value, leaf = next(tensors).detach(), None  # another object: the payload's own stays what it is
                     if requires_grad and torch.is_grad_enabled():
-                        leaf = value.detach().requires_grad_()
+                        leaf = value.requires_grad_()
                         value = leaf.clone()
                     leaves.append(leaf)
                     target = self.named.get(name)
