@@ -521,7 +521,8 @@ def chain(
         runs.append(part.run(args, kwargs, received))
 
     def backward(loss: torch.Tensor) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
+        if loss.requires_grad:  # not where nothing at all is trained
+            loss.backward()  # type: ignore[no-untyped-call]
         for stage in range(len(runs) - 2, -1, -1):
             backward_through(runs[stage], {t: gradients_of(runs[t], stage) for t in runs[stage].sends})
 
