@@ -5,50 +5,62 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from partitioner.graph import CostGraph
 from partitioner.solver.chain import TOLERANCE, Chain, covered_by, smallest_bottleneck
 from partitioner.solver.evaluate import Replayer, all_reduce_times, link_times
-from partitioner.solver.limits import Flags, Floats, Limits
+from partitioner.solver.limits import Flags, Floats, Ints, Limits
+from partitioner.solver.settings import Setting
 from partitioner.specs import Link
 
 PRECISION = 1e-5
 """Relative, of bounds that are bisected."""
 
 
+class Line(NamedTuple):
+    """One replica: its stages' speeds, and the least seconds of the wires into each stage, 0 into stage 0."""
+
+    speeds: Floats
+    there_s: Floats
+    back_s: Floats
+
+    @property
+    def hops_s(self) -> Floats:
+        """[p] there and back, of this and all boundaries before."""
+        hops: Floats = np.cumsum(self.there_s + self.back_s)
+        return hops
+
+
 @dataclass(frozen=True)
 class Bounds:
     """Lower bounds of step + optimizer over all splits of one setting that leave room. p stages, m micro-batches:
 
-        F_s, B_s  seconds of a micro-batch on stage s, C_s = F_s + B_s;   S  sum of C and of all hops
+        F_s, B_s  seconds of a micro-batch on stage s, C_s = F_s + B_s, and of the wires into it
+        S         sum of all C and of all wires: one micro-batch's way there and back;  S_s  the part from stage s on
 
-        busy        m max C                    a stage does its own work, one action at a time
-        path        S + (m - 1) max(F, B)      some stage's m forwards (or backwards), with one micro-batch's way
-                                               before and after them; gpipe: S + (m - 1) (max F + max B)
-        place       max over s of  C_0 + ... + C_{s-1} + m C_s
-                                               the first forward's way to stage s, its work, the last backward's way
+        busy      m max C                       a stage does its own work, one action at a time
+        path      S + (m - 1) max(F, B, wire)   some stage's m forwards (or backwards), with one micro-batch's way
+                                                before and after them; gpipe: S + (m - 1) max(max F + max B, max C)
+        place     S - S_s + m C_s               the first forward's way to stage s, its work, the last backward's way
+        cycle     S - S_s + (j + 1) S_s + r max(F, B),   m - 1 = j (p - s) + r,   1f1b only: stage s holds p - s
+                                                micro-batches, so the one p - s later starts when this one is back
 
-    `path` and `place` need every stage to wait for the one before it (`graph.linked`); elsewhere only `busy` holds.
-    Stage 0 ends last, so its sync adds to them: it has the layers before the first possible cut. Every stage's own sync
-    follows its own work. The optimizer's share is smallest when all devices finish theirs together.
+    `place` and `cycle` hold for every s, and the largest counts. All but `busy` need every stage to wait for the one
+    before it (`graph.linked`). Stage 0 ends last, so its sync adds to them: it has the layers before the first possible
+    cut. Every stage's own sync follows its own work. The optimizer takes least when all devices finish theirs together.
     """
 
     replayer: Replayer
     starts: Flags
     limits: Limits | None
 
-    @property
-    def graph(self) -> CostGraph:
-        return self.replayer.graph
-
     def quick(self) -> float:
-        """In O(1), from sums and the largest layer."""
-        costs, m, p = self.replayer.costs, self.replayer.setting.num_microbatches, self.replayer.setting.num_stages
+        """In O(n), from sums and the largest layer."""
+        costs, m, p = self.replayer.costs, self.setting.num_microbatches, self.setting.num_stages
         bound = 0.0
-        for speed in self._speeds():
+        for speed in self._speeds:
             total, fastest = float(speed.sum()), float(speed.max())
             forward = max(float(costs.forward_s.sum()) / total, float(costs.forward_s.max()) / fastest)
             backward = max(float(costs.backward_s.sum()) / total, float(costs.backward_s.max()) / fastest)
@@ -56,124 +68,146 @@ class Bounds:
             bound = max(bound, m * both)
             if p > 1 and self._in_line:
                 bound = max(bound, float(costs.before_s[-1]) / fastest + (m - 1) * max(forward, backward))
-        return bound + self._optimizer_s()
+        return bound + self._optimizer_s
 
     def tight(self, target_s: float = math.inf) -> float:
         """O(p n log n): all of the above, at their minima over splits; no more than `target_s` where they reach it."""
-        m, p = self.replayer.setting.num_microbatches, self.replayer.setting.num_stages
-        costs, schedule = self.replayer.costs, self.replayer.setting.schedule
+        m, p, schedule = self.setting.num_microbatches, self.setting.num_stages, self.setting.schedule
+        before_s, forward_before_s = self.replayer.costs.before_s, self.replayer.costs.forward_before_s
         bound = 0.0
-        for ranks, speeds in zip(self.replayer.replicas, self._speeds(), strict=True):
-            slowest = self._bottleneck(costs.before_s, speeds, self.limits)
+        for ranks, speeds in zip(self.replayer.replicas, self._speeds, strict=True):
+            slowest = self._bottleneck(before_s, speeds, self.limits)
             if slowest == math.inf:
                 return math.inf
             bound = max(bound, m * slowest)
             if self._in_line:
-                forward = self._bottleneck(costs.forward_before_s, speeds)
-                backward = self._bottleneck(costs.before_s - costs.forward_before_s, speeds)
-                repeated = max(forward + backward, slowest) if schedule == "gpipe" else max(forward, backward)
-                way = float(costs.before_s[-1]) / float(speeds.max()) + self._hops_s(ranks)
-                first_sync = self._first_sync_s()
-                bound = max(bound, way + (m - 1) * repeated + first_sync)
+                forward = self._bottleneck(forward_before_s, speeds)
+                backward = self._bottleneck(before_s - forward_before_s, speeds)
+                line = self._line(ranks, speeds)
+                again = max(forward, backward, float(line.there_s.max()), float(line.back_s.max()))
+                way = float(before_s[-1]) / float(speeds.max()) + float(line.hops_s[-1])
+                if schedule == "gpipe":
+                    bound = max(bound, way + (m - 1) * max(forward + backward, slowest, again) + self._first_sync_s)
+                else:
+                    rounds, rest = divmod(m - 1, p)
+                    cycle = rounds * way + rest * again
+                    bound = max(bound, way + max((m - 1) * again, cycle) + self._first_sync_s)
                 if p > 1:
-                    bound = self._placed(bound, speeds, first_sync, target_s - self._optimizer_s())
-        return bound * (1 - 10 * TOLERANCE) + self._optimizer_s()
+                    bound = self._placed(bound, line, target_s - self._optimizer_s)
+        return bound * (1 - 10 * TOLERANCE) + self._optimizer_s
+
+    @property
+    def setting(self) -> Setting:
+        return self.replayer.setting
 
     @cached_property
     def _in_line(self) -> bool:
-        return bool(self.graph.linked[self.starts[1:].any(axis=0)].all())
+        return bool(self.replayer.graph.linked[self.starts[1:].any(axis=0)].all())
 
+    @cached_property
     def _speeds(self) -> list[Floats]:
         devices = self.replayer.cluster.devices
         return [np.array([devices[rank].relative_speed for rank in ranks]) for ranks in self.replayer.replicas]
 
+    @cached_property
     def _optimizer_s(self) -> float:
-        if not self.graph.trainable_elements(0, self.graph.num_layers):
+        graph = self.replayer.graph
+        if not graph.trainable_elements(0, graph.num_layers):
             return 0.0
-        return self.graph.profile.optimizer_s / min(float(speeds.sum()) for speeds in self._speeds())
+        return graph.profile.optimizer_s / min(float(speeds.sum()) for speeds in self._speeds)
 
     def _bottleneck(self, prefix_s: Floats, speeds: Floats, limits: Limits | None = None) -> float:
         hops = np.zeros(self.starts.shape)
         return smallest_bottleneck(Chain(prefix_s, tuple(speeds.tolist()), self.starts, hops, limits))
 
-    def _hops_s(self, ranks: tuple[int, ...]) -> float:
-        """The cheapest cut at each boundary: what is handed from layer to layer there goes whatever else is cut."""
+    def _line(self, ranks: tuple[int, ...], speeds: Floats) -> Line:
+        """What is handed from layer to layer at a cut goes over the wire whatever else is cut."""
         costs, cluster = self.replayer.costs, self.replayer.cluster
-        total = 0.0
+        line = Line(speeds, np.zeros(len(ranks)), np.zeros(len(ranks)))
         for s in range(1, len(ranks)):
-            link = cluster.link(ranks[s - 1], ranks[s])
-            at = self.starts[s]
+            link, at = cluster.link(ranks[s - 1], ranks[s]), self.starts[s]
             if list(link.seconds) == sorted(link.seconds):  # more bytes never take less time
-                there, back = link_times(link, costs.next_bytes[at]), link_times(link, costs.next_gradient_bytes[at])
-                total += float((there + back).min())
-        return total
+                line.there_s[s] = link_times(link, costs.next_bytes[at]).min()
+                line.back_s[s] = link_times(link, costs.next_gradient_bytes[at]).min()
+        return line
 
+    @cached_property
     def _first_sync_s(self) -> float:
-        setting, n = self.replayer.setting, self.graph.num_layers
-        first = int(np.argmax(self.starts[1])) if setting.num_stages > 1 else n
+        first = int(np.argmax(self.starts[1])) if self.setting.num_stages > 1 else self.replayer.graph.num_layers
         return float(self._sync_s(np.array([0]), np.array([first]))[0])
 
     @cached_property
     def _sync_links(self) -> set[Link]:
-        return {self.replayer.cluster.slowest_link(ranks) for ranks in self.replayer.setting.ranks}
+        return {self.replayer.cluster.slowest_link(ranks) for ranks in self.setting.ranks}
 
-    def _sync_s(self, first: NDArray[np.int64], last: NDArray[np.int64]) -> Floats:
+    def _sync_s(self, first: Ints, last: Ints) -> Floats:
         """Seconds that any stage of these layers syncs over replicas at least."""
-        num_bytes = self.graph.trainable_bytes(first, last)
-        times = [all_reduce_times(link, num_bytes, self.replayer.setting.num_replicas) for link in self._sync_links]
+        num_bytes = self.replayer.graph.trainable_bytes(first, last)
+        times = [all_reduce_times(link, num_bytes, self.setting.num_replicas) for link in self._sync_links]
         least: Floats = np.minimum.reduce(times)
         return least
 
-    def _placed(self, bound: float, speeds: Floats, first_sync: float, target_s: float) -> float:
-        """The `place` bound, or `bound` where that is larger, or the target where it lies above."""
-        if self._possible(bound, speeds, first_sync):
+    def _placed(self, bound: float, line: Line, target_s: float) -> float:
+        """The bounds that depend on a stage's place; `bound` where that is larger, the target where they reach it."""
+        if self._possible(bound, line):
             return bound
-        if target_s < math.inf and not self._possible(target_s, speeds, first_sync):
+        if target_s < math.inf and not self._possible(target_s, line):
             return target_s
         low, high = bound, 2 * bound
-        while not self._possible(high, speeds, first_sync):
+        while not self._possible(high, line):
             low, high = high, 2 * high
         while high - low > PRECISION * low:
             middle = (low + high) / 2
-            if self._possible(middle, speeds, first_sync):
+            if self._possible(middle, line):
                 high = middle
             else:
                 low = middle
         return low
 
-    def _possible(self, bound: float, speeds: Floats, first_sync: float) -> bool:
-        """Whether stages that keep the `place` bound reach the end, by the set of positions each can start at."""
-        n, starts = self.graph.num_layers, np.array([0])
-        reach: dict[tuple[float, float], NDArray[np.int64]] = {}
-        for s, speed in enumerate(speeds.tolist()):
-            fastest = float(speeds[: max(s, 1)].max())  # of the stages before; nothing is before stage 0
-            if (speed, fastest) not in reach:
-                reach[speed, fastest] = self._ends(bound * (1 + TOLERANCE), speed, fastest, first_sync)
-            ends = reach[speed, fastest][starts]
+    def _possible(self, bound: float, line: Line) -> bool:
+        """Whether stages that keep the bounds of their places reach the end, by the positions each can start at."""
+        n, p, starts = self.replayer.graph.num_layers, self.setting.num_stages, np.array([0])
+        bound *= 1 + TOLERANCE
+        for s in range(p):
+            ends = self._ends(s, starts, bound, line)
             if self.limits is not None:
                 ends = np.minimum(ends, self.limits.far(s)[starts])
             covered = covered_by(starts, ends, n)
-            if s + 1 == len(speeds):
+            if s + 1 == p:
                 return bool(covered[n])
             starts = np.flatnonzero(covered & self.starts[s + 1])
+            if self.setting.schedule == "1f1b":
+                starts = starts[self._cycles_s(s + 1, starts, line) <= bound - self._first_sync_s]
             if not len(starts):
                 return False
         return False
 
-    def _ends(self, bound: float, speed: float, fastest: float, first_sync: float) -> NDArray[np.int64]:
-        """[n] how far a stage from each position can go; the position itself: nowhere."""
-        costs, m, n = self.replayer.costs, self.replayer.setting.num_microbatches, self.graph.num_layers
-        starts = np.arange(n)
-        before_s, work_s = costs.before_s[:-1], costs.before_s
-        room = (bound - first_sync - before_s / fastest) * (speed / m)
-        ends = np.maximum(np.searchsorted(work_s, before_s + room, side="right") - 1, starts)
-        if self.replayer.setting.num_replicas == 1:
+    def _ends(self, stage: int, starts: Ints, bound: float, line: Line) -> Ints:
+        """How far the stage can go from each start by `place`, and by its own sync; the start itself: nowhere."""
+        costs, m, speed = self.replayer.costs, self.setting.num_microbatches, float(line.speeds[stage])
+        fastest = float(line.speeds[: max(stage, 1)].max())  # of the stages before; nothing is before stage 0
+        before_s, work_s = costs.before_s[starts], costs.before_s
+        room = bound - self._first_sync_s - before_s / fastest - line.hops_s[stage]
+        ends: Ints = np.maximum(np.searchsorted(work_s, before_s + room * (speed / m), side="right") - 1, starts)
+        if self.setting.num_replicas == 1:
             return ends
-        left = bound - costs.forward_before_s[:-1] / fastest
+        room = bound - costs.forward_before_s[starts] / fastest
         low, high = starts, ends  # low is possible (nothing to do); the largest possible end is in [low, high]
         while (low < high).any():
             middle = (low + high + 1) // 2
             sync_s = self._sync_s(starts, np.maximum(middle, starts + 1))
-            good = (work_s[middle] - before_s) * (m / speed) + sync_s <= left
+            good = (work_s[middle] - before_s) * (m / speed) + sync_s <= room
             low, high = np.where(good, middle, low), np.where(good, high, middle - 1)
         return low
+
+    def _cycles_s(self, stage: int, starts: Ints, line: Line) -> Floats:
+        """The `cycle` bound of the stage at each start; the mean stage stands for the largest forward or backward."""
+        costs, p = self.replayer.costs, self.setting.num_stages
+        before, after = float(line.speeds[:stage].max()), float(line.speeds[stage:].max())
+        rounds, rest = divmod(self.setting.num_microbatches - 1, p - stage)
+        left_s = (costs.before_s[-1] - costs.before_s[starts]) / after
+        forward_s = (costs.forward_before_s[-1] - costs.forward_before_s[starts]) / after
+        again = np.maximum(forward_s, left_s - forward_s) / (p - stage)
+        way = left_s + line.hops_s[-1] - line.hops_s[stage]
+        cycles: Floats = costs.before_s[starts] / before + line.hops_s[stage] + (rounds + 1) * way + rest * again
+        return cycles

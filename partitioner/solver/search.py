@@ -51,7 +51,7 @@ def search(graph: CostGraph, cluster: Cluster, training: Training, meshes: list[
         if bound == math.inf:
             unfit.append(problem.setting)
             continue
-        if bound > best * (1 + CLOSE):
+        if bound >= best * (1 - CLOSE):
             lower = min(lower, bound)
             break
         if not is_tight:
