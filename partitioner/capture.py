@@ -10,17 +10,14 @@ depend on that choice (see `tracing`), so a plan made at a fine grain runs at a 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import random
 import weakref
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,6 +25,7 @@ from torch.utils.flop_counter import flop_registry
 
 from partitioner.errors import UnsupportedModelError
 from partitioner.profiles import Parameter
+from partitioner.restore import untouched
 from partitioner.tracing import (
     HOST_READS,
     RANDOM,
@@ -95,43 +93,6 @@ def fingerprint(model: nn.Module) -> str:
         for name, tensor in sorted(kind(remove_duplicate=False)):
             state.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
     return state.hexdigest()[:16]
-
-
-@contextlib.contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Give back everything a forward may change: buffers, module attributes, gradients, random states.
-
-    Parameters are not covered: a forward does not change them.
-    """
-    attributes = {module: dict(vars(module)) for module in model.modules()}
-    tables = {
-        module: [(table, dict(table)) for table in (module._buffers, module._parameters, module._modules)]
-        for module in model.modules()
-    }
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if not buffer.is_meta]
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    for parameter, _ in gradients:
-        parameter.grad = None
-    devices = sorted({tensor.device.index or 0 for tensor in model.parameters() if tensor.is_cuda})
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
-            for module, kept in attributes.items():
-                vars(module).clear()
-                vars(module).update(kept)
-                for table, content in tables[module]:
-                    table.clear()
-                    table.update(content)
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    if buffer._version or not torch.equal(buffer, before):
-                        buffer.copy_(before)
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
 
 
 def capture(

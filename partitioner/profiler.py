@@ -22,11 +22,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from partitioner.capture import Capture, CapturedLayer, capture, untouched
+from partitioner.capture import Capture, CapturedLayer, capture
 from partitioner.errors import ArgumentError, SetupError
 from partitioner.losses import Loss, LossFunction
 from partitioner.microbatches import Cutter, MicroBatch, as_call
 from partitioner.profiles import Layer, LayerCost, Profile, Tensor
+from partitioner.restore import untouched
 from partitioner.slicing import Payload, Slice, SliceRun, alone, survey
 from partitioner.tracing import map_tensors, tensors_in, unwrap
 

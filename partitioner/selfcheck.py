@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Mapping
 
@@ -9,11 +10,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from partitioner.capture import untouched
 from partitioner.errors import UnsupportedModelError
 from partitioner.losses import Loss
 from partitioner.microbatches import MicroBatch
 from partitioner.profiles import Profile
+from partitioner.restore import untouched
 from partitioner.slicing import Slice, chain
 
 TOLERANCE = 1e-4
@@ -34,19 +35,25 @@ def check_split(
     Stages one after another draw random numbers in the order of the whole forward, so dropout may stay on. Difference
     is relative to the gradient's largest entry, or to 1e-4 of the model's largest where that is larger (some true
     gradients are 0). UnsupportedModelError where it is more than `TOLERANCE` and more than the model differs from
-    itself.
+    itself. Each stage starts with the model's state of before, as on a rank of its own: what an earlier stage leaves
+    on a module does not reach it.
     """
-    with untouched(model), torch.enable_grad():
+    with untouched(model) as state, torch.enable_grad():
         whole = _results(model, seed, lambda: _plain(model, part, loss))
         parts = [Slice(model, profile, stage_of, stage) for stage in range(max(stage_of.values()) + 1)]
 
         def sliced() -> torch.Tensor:
-            runs, backward = chain(parts, part.args, part.kwargs, before_each=lambda: _seed_python(seed))
+            def start() -> None:
+                state.restore()
+                _seed_python(seed)
+
+            runs, backward = chain(parts, part.args, part.kwargs, before_each=start)
             value = loss.of(runs[-1].output, part.target)
             backward(value)
             return value.detach()
 
         found = _results(model, seed, sliced)
+        state.restore()
         worst, where = worst_difference(whole, found)
         if not worst <= TOLERANCE:
             again = _results(model, seed, lambda: _plain(model, part, loss))
@@ -58,7 +65,7 @@ def check_split(
 
 def _refusal(profile: Profile, stage_of: Mapping[str, int], worst: float, where: str) -> str:
     ids = [layer.id for layer in profile.layers]
-    cuts = [name for before, name in zip(ids, ids[1:], strict=False) if stage_of[name] != stage_of[before]]
+    cuts = [name for before, name in itertools.pairwise(ids) if stage_of[name] != stage_of[before]]
     return (
         f"cut before {', '.join(cuts)}, {where} differs by {worst:.1e} of its size from the uncut model's (allowed "
         f"{TOLERANCE:.0e}): the model keeps or changes something that slicing does not see. Pin the layers around the "
@@ -73,7 +80,8 @@ def _seed_python(seed: int) -> None:
 
 def _plain(model: nn.Module, part: MicroBatch, loss: Loss) -> torch.Tensor:
     value = loss.of(model(*part.args, **part.kwargs), part.target)
-    value.backward()  # type: ignore[no-untyped-call]
+    if value.requires_grad:  # not where nothing at all is trained
+        value.backward()  # type: ignore[no-untyped-call]
     return value.detach()
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from partitioner.capture import untouched
 from partitioner.display import Shown
 from partitioner.errors import ArgumentError
 from partitioner.executor import launch, materialize
@@ -19,6 +18,7 @@ from partitioner.losses import Loss, LossFunction, LossWeight
 from partitioner.microbatches import Cutter, MicroBatch, as_call
 from partitioner.plan import Plan
 from partitioner.report.pages import Facts, Page, Prose
+from partitioner.restore import untouched
 from partitioner.selfcheck import worst_difference
 from partitioner.specs import Frozen, Seconds
 from partitioner.tracing import map_tensors, unwrap

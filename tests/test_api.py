@@ -1,0 +1,254 @@
+"""`partition`: the whole way from a model to a plan, what it refuses, and what it leaves as it was."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import models
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import partitioner as pt
+from partitioner.specs import Cluster, Device, Link
+
+
+def stack(layers: int = 6, width: int = 32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
+
+
+def square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).square().mean()
+
+
+def given_profile(
+    seconds: list[float], microbatch: int = 8, parameter_bytes: int = 0, saved_bytes: int = 0
+) -> pt.Profile:
+    """A chain of layers whose forward costs are given and whose backward takes twice that."""
+    from partitioner.profiles import Layer, LayerCost, Profile, Tensor
+
+    names = [str(k) for k in range(len(seconds))]
+    return Profile(
+        model="Chain",
+        layers=tuple(
+            Layer(
+                id=name,
+                class_name="Linear",
+                parameter_bytes=parameter_bytes,
+                gradient_bytes=parameter_bytes,
+                costs=(LayerCost(samples=microbatch, forward_s=s, backward_s=2 * s, saved_bytes=saved_bytes),),
+            )
+            for name, s in zip(names, seconds, strict=True)
+        ),
+        tensors=tuple(
+            Tensor(id=f"{a}:0", producer=a, consumers=(b,), shape=(microbatch,), dtype="float32", bytes_at=(64,))
+            for a, b in zip(names, names[1:], strict=False)
+        ),
+        parameters=(),
+        microbatch_sizes=(microbatch,),
+        device="CPU",
+        device_kind="cpu",
+        provenance="given",
+    )
+
+
+def cpu_cluster(count: int) -> Cluster:
+    device = Device(name="CPU rank", kind="cpu", memory_bytes=2**30)
+    link = Link.of(1e-5, 1e9)
+    return Cluster(devices=(device,) * count, nodes=(0,) * count, intra=link, inter=link)
+
+
+def plan_of(**arguments: object) -> pt.Plan:
+    inputs = torch.randn(8, 32)
+    common = {"gpus": cpu_cluster(2), "loss_fn": square, "example_target": torch.randn(8, 32)}
+    return pt.partition(stack(), inputs, **(common | arguments))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "resnet", "unet"])
+def test_a_plan_places_every_layer_and_the_model_stays_as_it_was(name: str) -> None:
+    case = models.build(name)
+    model = case.model
+    model.train()
+    first = next(model.parameters())
+    first.grad = torch.ones_like(first)
+    fired: list[int] = []
+    handle = next(model.children()).register_forward_hook(lambda *_: fired.append(1))
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    attributes = {path: set(vars(module)) for path, module in model.named_modules()}
+    modes = {path: module.training for path, module in model.named_modules()}
+    torch.manual_seed(7)
+    random.seed(7)
+    np.random.seed(7)
+    expected = (torch.rand(3), random.random(), np.random.rand())
+    torch.manual_seed(7)
+    random.seed(7)
+    np.random.seed(7)
+
+    plan = pt.partition(
+        model,
+        case.inputs,
+        gpus=cpu_cluster(2),
+        loss_fn=case.loss_fn,
+        example_target=case.target,
+        mesh={"pp": 2},
+        microbatches=2,
+    )
+
+    assert torch.equal(torch.rand(3), expected[0])
+    assert (random.random(), np.random.rand()) == expected[1:]
+    assert [layer for stage in plan.stages for layer in stage.layers] == [layer.id for layer in plan.profile.layers]
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert torch.equal(first.grad, torch.ones_like(first))
+    assert all(p.grad is None for p in list(model.parameters())[1:])
+    assert {path: set(vars(module)) for path, module in model.named_modules()} == attributes
+    assert {path: module.training for path, module in model.named_modules()} == modes
+    assert len(next(model.children())._forward_hooks) == 1
+    handle.remove()
+    copy.deepcopy(model)
+    covered = {name for p in plan.profile.parameters for name in p.names}
+    assert covered == {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    assert plan.prediction.efficiency + plan.prediction.lost.total == pytest.approx(1.0)
+    assert plan.lower_bound_s <= plan.prediction.step_s + plan.prediction.optimizer_s + 1e-12
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("precision", "bf16"),
+        ("precision", "fp16-mixed"),
+        ("recompute", "always"),
+        ("recompute", "h.0"),
+        ("shard", "zero3"),
+        ("gradient_compression", "powersgd"),
+        ("objective", "latency"),
+        ("schedule", "zero-bubble"),
+        ("schedule", "interleaved"),
+        ("optimizer", "adafactor"),
+        ("batch_size", "auto"),
+        ("mesh", {"tp": 2}),
+        ("gpus", "8xH100"),
+    ],
+)
+def test_what_is_documented_and_not_built_is_refused_by_name(argument: str, value: object) -> None:
+    with pytest.raises(pt.NotBuiltError, match=argument):
+        plan_of(**{argument: value})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"precision": "int3"}, "int3.*fp32"),
+        ({"schedule": "fastest"}, "fastest.*gpipe"),
+        ({"optimizer": "lion"}, "lion.*adamw"),
+        ({"optimizer": -1.0}, "-1.*0 or more"),
+        ({"gpus": 0}, "gpus=0.*1 or more"),
+        ({"gpus": 2.5}, "gpus=2.5"),
+        ({"gpus": "8xRTX-9999"}, "RTX-9999"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"mesh": {"pp": 3}}, "3 devices.*2"),
+        ({"mesh": {"stages": 2}}, "stages.*pp"),
+        ({"gpus": cpu_cluster(8), "mesh": {"pp": 7}}, "7.*6|6.*7"),
+        ({"mesh": {"pp": 1, "dp": 2}, "batch_size": 9}, "9.*2"),
+        ({"mesh": {"pp": 2}, "microbatches": 3}, "3 .*8"),
+        ({"memory_limit": "lots"}, "lots"),
+        ({"pin": {"nowhere": 0}}, "nowhere"),
+    ],
+)
+def test_arguments_that_cannot_be_right_are_refused_with_their_numbers(
+    arguments: dict[str, object], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words) as raised:
+        plan_of(**arguments)
+    assert isinstance(raised.value, pt.PartitionerError)
+
+
+def test_a_limit_that_no_split_meets_names_what_is_short() -> None:
+    with pytest.raises(pt.InfeasibleError, match=r"KiB|MiB|bytes| B"):
+        plan_of(memory_limit="1KiB")
+
+
+def test_inputs_are_told_for_language_models_and_plain_stacks() -> None:
+    plan = pt.partition(stack(), gpus=cpu_cluster(2), loss_fn=lambda output, target: output.square().mean())
+    assert plan.training.batch_size == 32
+    assert any("32 x 32" in line for line in plan.why)
+    case = models.build("gpt2")
+    plan = pt.partition(case.model, gpus=cpu_cluster(2))
+    assert any("8 x 32 tokens" in line for line in plan.why)
+
+
+def test_inputs_that_cannot_be_told_are_asked_for() -> None:
+    with pytest.raises(pt.ArgumentError, match=r"UNet.*example_inputs"):
+        pt.partition(models.UNet(), gpus=cpu_cluster(2))
+
+
+def test_a_profile_of_another_model_is_refused_with_both_fingerprints() -> None:
+    plan = plan_of()
+    with pytest.raises(pt.PlanMismatchError, match=plan.profile.fingerprint):
+        pt.partition(stack(7), torch.randn(8, 32), gpus=cpu_cluster(2), profile=plan.profile, loss_fn=square)
+
+
+def test_a_saved_profile_plans_without_measuring_again(tmp_path: object) -> None:
+    plan = plan_of(mesh={"pp": 2}, microbatches=4)
+    path = f"{tmp_path}/profile.json"
+    plan.profile.save(path)
+    again = plan_of(mesh={"pp": 2}, microbatches=4, profile=path)
+    assert again.stages == plan.stages
+    assert again.prediction == plan.prediction
+
+
+class Hidden(nn.Module):
+    """Its second half depends on a number that the first leaves behind on the module, out of anybody's sight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+        self.kept = [1.0]
+        self.layers[1].register_forward_hook(self.keep)
+        self.layers[2].register_forward_pre_hook(self.use)
+
+    def keep(self, module: nn.Module, args: object, output: torch.Tensor) -> None:
+        self.kept = [float(output.detach().abs().mean()) + 2.0]
+
+    def use(self, module: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        return (args[0] * self.kept[0],)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_cut_that_fails_the_check_is_given_up_and_the_plan_says_so() -> None:
+    torch.manual_seed(0)
+    profile = pt.profile(Hidden(), torch.randn(8, 16), loss_fn=square, example_target=torch.randn(8, 16))
+    # Costs that make the cut between layers 1 and 2, through the hidden number, the best of all.
+    heavy = {"layers.1": 3.0, "layers.2": 3.0}
+    layers = tuple(
+        layer.model_copy(
+            update={
+                "costs": tuple(
+                    cost.model_copy(update={"forward_s": heavy.get(layer.id, 0.1), "backward_s": 1.0})
+                    for cost in layer.costs
+                )
+            }
+        )
+        for layer in profile.layers
+    )
+    profile = profile.model_copy(update={"layers": layers})
+    inputs, target = torch.randn(8, 16), torch.randn(8, 16)
+    common = {"gpus": cpu_cluster(2), "loss_fn": square, "example_target": target, "mesh": {"pp": 2}}
+    unchecked = pt.partition(Hidden(), inputs, profile=profile, check="never", microbatches=4, **common)
+    assert unchecked.stages[1].layers[0] == "layers.2"
+    plan = pt.partition(Hidden(), inputs, profile=profile, microbatches=4, **common)
+    assert plan.stages[1].layers[0] != "layers.2"
+    assert any("layers.2" in line and "not cut" in line for line in plan.why)
+
+
+def test_planning_from_given_costs_finds_the_heavy_head() -> None:
+    profile = given_profile([1, 1, 1, 1, 1, 1, 8])
+    plan = pt.solve(profile, cpu_cluster(2), pt.Training(batch_size=64, mesh={"pp": 2, "dp": 1}))
+    assert [len(stage.layers) for stage in plan.stages] == [6, 1]
+    assert plan.prediction.speedup <= 1.75 + 1e-9
