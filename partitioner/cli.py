@@ -7,16 +7,8 @@
     partitioner verify plan.json pkg.mod:factory
     partitioner doctor
 
-`pkg.mod:factory` names a function without arguments (or a model) in a module that Python finds from the current
-directory; "file.py:factory" works as well. It returns one of
-
-    model
-    (model, inputs)
-    (model, inputs, loss_fn)
-    (model, inputs, loss_fn, target)
-    {"model": model, "example_inputs": inputs, ...}        any arguments of partition() by name
-
-where `inputs` are partition's `example_inputs`. Options on the command line win over the dictionary.
+What `pkg.mod:factory` may be and return is told in `factory.py`, and by --help. Options on the command line win over
+what it returns.
 
 Exit codes: 0 done, 1 the ranks gave other numbers than one device, 2 usage, 3 no plan fits, 4 the model is not
 supported, 5 something is missing on this machine or a rank failed, 130 interrupted.
@@ -27,20 +19,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import importlib
-import importlib.util
 import inspect
 import json
 import os
 import sys
-import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import partitioner
+from partitioner import factory
 from partitioner.errors import ArgumentError, PartitionerError, SetupError
+from partitioner.factory import arguments_from, fault_of_model
 
 
 class Outcome(NamedTuple):
@@ -68,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _fail(KeyboardInterrupt("interrupted"), options, 130)
     except Exception as error:
-        at = _in_the_model(error)
+        at = fault_of_model(error)
         if at is None:
             raise  # ours: the traceback is what a report of the fault needs
         told = ArgumentError(f"the model or its loss raised {type(error).__name__}: {error}{at}")
@@ -83,7 +74,7 @@ def _plan(options: argparse.Namespace) -> Outcome:
 
 
 def _plan_of_model(options: argparse.Namespace) -> Any:
-    arguments = _arguments(options.factory) | _given(options, PLANNING)
+    arguments = arguments_from(options.factory) | _given(options, PLANNING)
     if options.gpus is not None:
         arguments["gpus"] = int(options.gpus) if options.gpus.isdigit() else options.gpus
     if "gpus" not in arguments:
@@ -119,7 +110,7 @@ def _plan_of_profile(options: argparse.Namespace) -> Any:
 
 
 def _profile(options: argparse.Namespace) -> Outcome:
-    arguments = _arguments(options.factory) | _given(options, ("device",))
+    arguments = arguments_from(options.factory) | _given(options, ("device",))
     from partitioner.profiler import profile
 
     result = _call(profile, options.factory, arguments)
@@ -154,7 +145,7 @@ def _verify(options: argparse.Namespace) -> Outcome:
     from partitioner.verification import verify
 
     plan = load(options.plan)
-    arguments = _arguments(options.factory)
+    arguments = arguments_from(options.factory)
     verification = _call(verify, options.factory, {"plan": plan, **arguments})
     return Outcome(verification, 0 if verification.passed else 1)
 
@@ -184,6 +175,7 @@ PLANNING = (
 
 def _parser() -> argparse.ArgumentParser:
     summary, _, details = (__doc__ or "").partition("\n\n")
+    details += "\n" + (factory.__doc__ or "").partition("\n\n")[2]
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("partitioner", description=summary, epilog=details, formatter_class=raw)
     parser.add_argument("--version", action="version", version=f"partitioner {partitioner.__version__}")
@@ -250,90 +242,6 @@ def _mesh(text: str) -> dict[str, int] | str:
 def _given(options: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
     """The options that were given, by name."""
     return {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-
-
-def _arguments(where: str) -> dict[str, Any]:
-    """What the factory returns, as arguments of partition() by name."""
-    made = _made(where)
-    if isinstance(made, dict):
-        if "model" not in made:
-            raise ArgumentError(f"{where} returned a dictionary without 'model': it has {', '.join(map(str, made))}")
-        return dict(made)
-    names = ("model", "example_inputs", "loss_fn", "example_target")
-    values = made if isinstance(made, tuple) else (made,)
-    if not values or len(values) > len(names) or not callable(values[0]):
-        kinds = ", ".join(type(value).__name__ for value in values)
-        raise ArgumentError(
-            f"{where} returned ({kinds}): return model, (model, inputs), (model, inputs, loss_fn), "
-            "(model, inputs, loss_fn, target) or a dictionary of partition() arguments"
-        )
-    return dict(zip(names, values, strict=False))
-
-
-def _made(where: str) -> Any:
-    """The named function's result; a model that is named itself is that result."""
-    module_name, _, attribute = where.rpartition(":")
-    if not module_name or not attribute:
-        raise ArgumentError(f"cannot read {where!r}: write it like pkg.mod:factory or file.py:factory")
-    module = _module(module_name)
-    try:
-        thing = module
-        for part in attribute.split("."):
-            thing = getattr(thing, part)
-    except AttributeError:
-        raise ArgumentError(f"{module_name} has no {attribute!r}") from None
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(thing, torch.nn.Module):
-        return thing
-    if not callable(thing):
-        raise ArgumentError(f"{where} is a {type(thing).__name__}: name a function that returns the model")
-    with _own_faults(where):
-        return thing()
-
-
-def _module(name: str) -> Any:
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    if not name.endswith(".py"):
-        with _own_faults(name):
-            return importlib.import_module(name)
-    path = Path(name).resolve()
-    if not path.is_file():
-        raise ArgumentError(f"there is no file {name}")
-    sys.path.insert(0, str(path.parent))
-    with _own_faults(name):
-        return importlib.import_module(path.stem)
-
-
-def _in_the_model(error: Exception) -> str | None:
-    """Where the user's code, or a torch module that it called, raised; None where our own code did."""
-    frames = traceback.extract_tb(error.__traceback__)
-    ours, torch_nn = str(Path(__file__).parent), os.path.join("torch", "nn", "")
-    if frames[-1].filename.startswith(ours):
-        return None
-    theirs = [frame for frame in frames if not frame.filename.startswith((ours, *_INSTALLED))]
-    if theirs:
-        return f" ({theirs[-1].filename}, line {theirs[-1].lineno})"
-    return "" if any(torch_nn in frame.filename for frame in frames) else None
-
-
-_INSTALLED = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, "<")
-
-
-@contextlib.contextmanager
-def _own_faults(where: str) -> Iterator[None]:
-    """An exception of the user's own code becomes one line: what was raised, and in which line of which file."""
-    try:
-        yield
-    except PartitionerError:
-        raise
-    except (Exception, SystemExit) as error:
-        if isinstance(error, ModuleNotFoundError) and error.name and (where + ".").startswith(error.name + "."):
-            raise ArgumentError(f"there is no module {error.name!r} in {os.getcwd()} or in this environment") from error
-        frames = traceback.extract_tb(error.__traceback__)
-        here = [frame for frame in frames if "importlib" not in frame.filename and frame.filename != __file__]
-        at = f" ({here[-1].filename}, line {here[-1].lineno})" if here else ""
-        raise ArgumentError(f"{where} raised {type(error).__name__}: {error}{at}") from error
 
 
 def _call(function: Callable[..., Any], where: str, arguments: dict[str, Any]) -> Any:

@@ -258,29 +258,6 @@ def test_a_factory_that_raises_is_told_where(run: Any, folder: Path) -> None:
     assert f"{folder}/job.py, line 3" in ran.err
 
 
-def test_what_a_factory_returns_is_named_as_partition_names_it(folder: Path) -> None:
-    (folder / "job.py").write_text(
-        "def net(): ...\n"
-        "class Box:\n"
-        "    @staticmethod\n"
-        "    def make(): return net, 1\n"
-        "def alone(): return net\n"
-        "def whole(): return net, (1, 2), max, 3\n"
-        "def named(): return {'model': net, 'batch_dim': 1}\n"
-    )
-    import importlib
-
-    def arguments(where: str) -> dict[str, Any]:
-        made = cli._arguments(where)
-        assert made.pop("model") is importlib.import_module("job").net
-        return made
-
-    assert arguments("job:alone") == {}
-    assert arguments("job:Box.make") == {"example_inputs": 1}
-    assert arguments("job.py:whole") == {"example_inputs": (1, 2), "loss_fn": max, "example_target": 3}
-    assert arguments("job:named") == {"batch_dim": 1}
-
-
 def test_a_factory_without_inputs_cannot_be_profiled(run: Any, folder: Path) -> None:
     (folder / "job.py").write_text("def make(): return print")
     ran = run("profile", "job:make")
