@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import pickle
 import signal
@@ -17,8 +16,8 @@ from typing import Any
 
 def main() -> None:
     """Run the call and leave its result, or its error, beside it; the exit code says which."""
-    folder, parent = Path(sys.argv[1]), int(sys.argv[2])
-    _end_with(parent)
+    folder = Path(sys.argv[1])
+    _end_with_parent()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         fn, args = _read_call(folder / "call")
@@ -43,13 +42,8 @@ def _read_call(path: Path) -> tuple[Any, tuple[Any, ...]]:
     return fn, args
 
 
-def _end_with(parent: int) -> None:
-    """See to it that this process does not outlive the one that started it."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:
-            os._exit(1)
+def _end_with_parent() -> None:
+    """Kill this process and all it started when the other end of stdin closes: the launching process has gone."""
 
     def watch() -> None:
         with contextlib.suppress(OSError):

@@ -1,8 +1,8 @@
 """Start the ranks of a plan on this machine, watch them, and end all of them when one fails.
 
 Each rank is a process of its own session, started from a fresh interpreter, so that notebooks and scripts without a
-main guard work. It ends with this process, however that goes: a pipe that only the parent holds open tells it, and on
-Linux the kernel does, even when Python cannot run. The first failure ends all ranks; it is raised with its place.
+main guard work. It ends with this process, however that goes: its stdin is a pipe that only this process holds open.
+The first failure ends all ranks; it is raised with its place.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class _Rank:
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "partitioner.executor.rank", str(job), str(os.getpid())],
+            [sys.executable, "-u", "-m", "partitioner.executor.rank", str(job)],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
