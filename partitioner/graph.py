@@ -70,6 +70,8 @@ class IntervalSum:
         self._table = np.zeros((len(self._rows) + 1, num_layers + 1))
         for use in long:
             self._table[np.searchsorted(self._rows, use.previous) + 1, use.at + 1] += use.amount
+        self.prefix: Floats | None = None if len(self._rows) or adjacent.any() else self._prefix
+        """Totals up to each position where `total(i, j) = prefix[j] - prefix[i]`; None where things are shared."""
         np.cumsum(self._table, axis=0, out=self._table)
         np.cumsum(self._table, axis=1, out=self._table)
 

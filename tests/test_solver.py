@@ -25,6 +25,7 @@ from partitioner.solver.settings import Setting, divisors, layouts, mesh_levels
 from partitioner.solver.settings import settings as every_setting
 from partitioner.specs import Link, Training
 
+FAST = Link.of(1e-5, 1e11)
 SLOW = Link.of(1e-6, 1e9)
 SLOWER = Link.of(1e-5, 1e8)
 
@@ -195,6 +196,16 @@ def test_one_device_is_a_plan_like_any_other():
     plan = solve(chain([1.0] * 3, parameter_bytes=400, optimizer_s=0.5), cluster(1), Training(batch_size=4))
     assert (plan.mesh, plan.num_microbatches, plan.prediction.speedup) == ({"pp": 1, "dp": 1}, 1, 1.0)
     assert total_s(plan) == plan.lower_bound_s == 24.5
+
+
+def test_what_was_not_chosen_is_there_to_compare_with():
+    plan = solve(chain([1e-3] * 8, tensor_bytes=4_000), cluster(4, link=SLOW), Training(batch_size=32))
+    others = {(other.mesh["pp"], other.mesh["dp"], other.schedule): other for other in plan.runners_up}
+    assert plan.mesh == {"pp": 1, "dp": 4}
+    assert set(others) == {(2, 2, "1f1b"), (2, 2, "gpipe"), (4, 1, "1f1b"), (4, 1, "gpipe")}
+    assert all(sum(other.stage_sizes) == 8 and other.step_s > total_s(plan) for other in others.values())
+    times = [other.step_s for other in plan.runners_up]
+    assert times == sorted(times)
 
 
 def test_an_axis_left_out_of_the_mesh_is_free():
@@ -480,9 +491,11 @@ def test_a_thousand_layers_on_64_devices_take_seconds(schedule):
         [rng.random() * 1e-3 for _ in range(1000)],
         tensor_bytes=[rng.randrange(10_000, 200_000) for _ in range(1000)],
         parameter_bytes=[4_000 * rng.randrange(1, 100) for _ in range(1000)],
-        saved_bytes=1_000_000,
+        saved_bytes=100_000,
     )
     start = time.perf_counter()
-    plan = solve(profile, cluster(64, link=SLOW, memory_bytes=150_000_000), Training(batch_size=512, schedule=schedule))
-    assert time.perf_counter() - start < 20  # a shared, slow machine; usually one or two
+    plan = solve(profile, cluster(64, link=FAST, memory_bytes=700_000_000), Training(batch_size=512, schedule=schedule))
+    assert time.perf_counter() - start < 30  # one or two on a machine of its own
     assert plan.num_ranks == 64
+    assert plan.num_stages > 1  # a whole model does not fit
+    assert plan.gap < 0.05

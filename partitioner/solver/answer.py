@@ -8,6 +8,7 @@ from partitioner.plan import Alternative, Plan, Stage
 from partitioner.profiles import Profile
 from partitioner.simulator import predict, single_device
 from partitioner.solver.explain import reasons
+from partitioner.solver.limits import Windows
 from partitioner.solver.problem import Found
 from partitioner.solver.search import Searched, search
 from partitioner.solver.settings import check_request, mesh_levels
@@ -30,8 +31,9 @@ def solve(profile: Profile, cluster: Cluster, training: Training) -> Plan:
     """
     graph = CostGraph(profile)
     check_request(graph, cluster, training)
+    windows = Windows()
     for meshes in mesh_levels(graph, cluster, training):
-        searched = search(graph, cluster, training, meshes)
+        searched = search(graph, cluster, training, meshes, windows)
         if searched.found:
             return _plan(graph, cluster, training, searched)
     raise InfeasibleError(shortage(graph, cluster, training))
@@ -84,10 +86,10 @@ def _unpinned(graph: CostGraph, cluster: Cluster, training: Training) -> Found |
 
 def _runners_up(graph: CostGraph, searched: Searched, free: Found | None) -> tuple[Alternative, ...]:
     """The best without pins, where there are any; then the best of each other mesh and schedule."""
-    seen, chosen = {_kind(searched.found[0])}, []
+    seen, chosen = {searched.found[0].setting.kind}, []
     for found in searched.found[1:]:
-        if _kind(found) not in seen:
-            seen.add(_kind(found))
+        if found.setting.kind not in seen:
+            seen.add(found.setting.kind)
             chosen.append((found, ""))
     if free is not None:
         chosen.insert(0, (free, "without the pinned layers"))
@@ -102,7 +104,3 @@ def _runners_up(graph: CostGraph, searched: Searched, free: Found | None) -> tup
         )
         for found, reason in chosen[:MOST_RUNNERS_UP]
     )
-
-
-def _kind(found: Found) -> tuple[object, ...]:
-    return found.setting.num_stages, found.setting.num_replicas, found.setting.schedule

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from typing import Any
@@ -21,14 +22,21 @@ Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
 
+class Windows:
+    """What was worked out before, by `Limits.alike`: the same windows serve many settings."""
+
+    def __init__(self) -> None:
+        self.near: dict[Hashable, Ints] = {}
+        self.far: dict[Hashable, Ints] = {}
+        self.band: dict[Hashable, Flags] = {}
+
+
 class Limits(ABC):
     """What fits each stage's memory. Whatever fits is `roomy`; only `roomy` is monotone, so windows are made of it."""
 
-    def __init__(self, num_layers: int) -> None:
-        self._num_layers = num_layers
-        self._near: dict[Hashable, Ints] = {}
-        self._far: dict[Hashable, Ints] = {}
-        self._band: dict[Hashable, Flags] = {}
+    def __init__(self, num_layers: int, windows: Windows | None = None) -> None:
+        self.num_layers = num_layers
+        self._windows = windows or Windows()
 
     @abstractmethod
     def fits(self, stage: Any, first: Any, last: Any) -> Any:
@@ -40,34 +48,28 @@ class Limits(ABC):
 
     @abstractmethod
     def alike(self, stage: int) -> Hashable:
-        """The same for stages with the same limits."""
+        """The same for stages with the same limits, of all that share their `Windows`."""
 
     def near(self, stage: int) -> Ints:
         """[n + 1] for each end the smallest start that leaves room, the end itself where there is none."""
-        key = self.alike(stage)
-        if key not in self._near:
-            ends = np.arange(self._num_layers + 1)
-            low, high = np.zeros_like(ends), ends.copy()  # the answer is in [low, high]
-            while (open_ := low < high).any():
-                middle = (low + high) // 2
-                good = self.roomy(stage, np.where(open_, middle, 0), np.where(open_, ends, 1))
-                low, high = np.where(open_ & ~good, middle + 1, low), np.where(open_ & good, middle, high)
-            self._near[key] = low
-        return self._near[key]
+        key, known = self.alike(stage), self._windows.near
+        if key not in known:
+            known[key] = self._nearest(stage)
+        return known[key]
 
     def far(self, stage: int) -> Ints:
         """[n + 1] for each start the largest end that leaves room, the start itself where there is none."""
-        key = self.alike(stage)
-        if key not in self._far:
-            starts = np.arange(self._num_layers + 1)
-            self._far[key] = np.maximum(np.searchsorted(self.near(stage), starts, side="right") - 1, starts)
-        return self._far[key]
+        key, known = self.alike(stage), self._windows.far
+        if key not in known:
+            starts = np.arange(self.num_layers + 1)
+            known[key] = np.maximum(np.searchsorted(self.near(stage), starts, side="right") - 1, starts)
+        return known[key]
 
     def band(self, stage: int) -> Flags:
         """[n + 1, w] whether [end - w + k, end) fits, by end and k, for the w that `near` allows at most."""
-        key = self.alike(stage)
-        if key not in self._band:
-            near, ends = self.near(stage), np.arange(self._num_layers + 1)
+        key, known = self.alike(stage), self._windows.band
+        if key not in known:
+            near, ends = self.near(stage), np.arange(self.num_layers + 1)
             width = max(1, int((ends - near).max()))
             good = np.zeros((len(ends), width), dtype=np.bool_)
             rows = max(1, 500_000 // width)
@@ -75,18 +77,29 @@ class Limits(ABC):
                 last = ends[k : k + rows, None]
                 first = last - width + np.arange(width)
                 inside = first >= near[last]
-                good[k : k + rows] = inside & self.fits(
-                    stage, np.where(inside, first, 0), np.where(inside, last, self._num_layers)
-                )
-            self._band[key] = good
-        return self._band[key]
+                fits = self.fits(stage, np.where(inside, first, 0), np.where(inside, last, self.num_layers))
+                good[k : k + rows] = inside & fits
+            known[key] = good
+        return known[key]
+
+    def _nearest(self, stage: int) -> Ints:
+        """Bisected, for all ends together."""
+        ends = np.arange(self.num_layers + 1)
+        low, high = np.zeros_like(ends), ends.copy()  # the answer is in [low, high]
+        while (open_ := low < high).any():
+            middle = (low + high) // 2
+            good = self.roomy(stage, np.where(open_, middle, 0), np.where(open_, ends, 1))
+            low, high = np.where(open_ & ~good, middle + 1, low), np.where(open_ & good, middle, high)
+        return low
 
 
 class DeviceMemory(Limits):
     """The memory of the devices of one setting: what a stage holds there, and how much its smallest device has."""
 
-    def __init__(self, graph: CostGraph, cluster: Cluster, training: Training, setting: Setting) -> None:
-        super().__init__(graph.num_layers)
+    def __init__(
+        self, graph: CostGraph, cluster: Cluster, training: Training, setting: Setting, windows: Windows | None = None
+    ) -> None:
+        super().__init__(graph.num_layers, windows)
         self._graph, self._training, self._setting = graph, training, setting
         p, m = setting.num_stages, setting.num_microbatches
         self.held = np.array([in_flight(setting.schedule, stage, p, m) for stage in range(p)])
@@ -108,7 +121,8 @@ class DeviceMemory(Limits):
         return self._kept(stage, np.asarray(first), np.asarray(last)) <= self.room[stage] + 1  # rounding
 
     def alike(self, stage: int) -> Hashable:
-        return int(self.held[stage]), int(self.room[stage])
+        setting = self._setting
+        return int(self.held[stage]), int(self.room[stage]), setting.samples, setting.num_replicas > 1
 
     def never_bind(self) -> bool:
         """Whether all layers together, at the most in flight, with the widest cut on both sides, fit everywhere."""
@@ -121,7 +135,7 @@ class DeviceMemory(Limits):
 
     def hopeless(self) -> bool:
         """Whether some layer has no room alone, or all stages together hold more than all devices have."""
-        at, least, most = np.arange(self._num_layers), int(np.argmin(self.held)), int(np.argmax(self.room))
+        at, least, most = np.arange(self.num_layers), int(np.argmin(self.held)), int(np.argmax(self.room))
         if (self._kept(least, at, at + 1) > self.room[most] + 1).any():
             return True
         everywhere = self._graph.profile.buffer_bytes * (len(self.room) - 1)  # the sum has them once
@@ -130,9 +144,17 @@ class DeviceMemory(Limits):
     def grown(self, extra_bytes: float) -> DeviceMemory:
         """The same with more memory on every device."""
         other = copy.copy(self)
-        Limits.__init__(other, self._num_layers)
-        other.room = self.room + extra_bytes
+        other.room = self.room + math.ceil(extra_bytes)
         return other
+
+    def _nearest(self, stage: int) -> Ints:
+        standing = self._graph.standing_bytes(self._training.optimizer_bytes).prefix
+        if standing is None:
+            return super()._nearest(stage)
+        up_to = standing + self.held[stage] * self._graph.at(self._setting.samples).saved_before
+        room = self.room[stage] + 1 - self._graph.profile.buffer_bytes
+        ends = np.arange(self.num_layers + 1)
+        return np.minimum(np.searchsorted(up_to, up_to - room, side="left"), ends) if room >= 0 else ends
 
     def _kept(self, stage: Any, first: Ints, last: Ints) -> Any:
         """Bytes that do not depend on what crosses the cuts."""

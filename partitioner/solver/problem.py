@@ -14,7 +14,7 @@ from partitioner.graph import CostGraph
 from partitioner.solver.bounds import Bounds
 from partitioner.solver.chain import Chain, best_split
 from partitioner.solver.evaluate import Replayer, link_times
-from partitioner.solver.limits import DeviceMemory, Flags
+from partitioner.solver.limits import DeviceMemory, Flags, Windows
 from partitioner.solver.settings import Setting
 from partitioner.specs import Cluster, Training
 
@@ -31,10 +31,18 @@ CLOSE = 1e-9
 class Problem:
     """One setting with its chain, its memory and its clock."""
 
-    def __init__(self, graph: CostGraph, cluster: Cluster, training: Training, setting: Setting, starts: Flags) -> None:
+    def __init__(
+        self,
+        graph: CostGraph,
+        cluster: Cluster,
+        training: Training,
+        setting: Setting,
+        starts: Flags,
+        windows: Windows | None = None,
+    ) -> None:
         self.graph, self.cluster, self.training, self.setting, self.starts = graph, cluster, training, setting, starts
         self.replayer = Replayer(graph, cluster, setting)
-        self.memory = DeviceMemory(graph, cluster, training, setting)
+        self.memory = DeviceMemory(graph, cluster, training, setting, windows)
         self.limits = None if self.memory.never_bind() else self.memory
         """None: memory cannot bind."""
         self.bounds = Bounds(self.replayer, starts, self.limits)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from partitioner.graph import CostGraph
 from partitioner.solver.chain import start_flags
+from partitioner.solver.limits import Windows
 from partitioner.solver.problem import CLOSE, Found, Problem
-from partitioner.solver.settings import Setting, pinned_positions, settings
+from partitioner.solver.settings import Kind, Setting, pinned_positions, settings
 from partitioner.specs import Cluster, Training
+
+MOST_RIVALS = 5
+SMALL = 2_000
+"""Layers x stages that are solved in milliseconds, even if it is only to show what was not chosen."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,13 @@ class Searched:
     """Settings looked at of which no split fits."""
 
 
-def search(graph: CostGraph, cluster: Cluster, training: Training, meshes: list[tuple[int, int]]) -> Searched:
+def search(
+    graph: CostGraph,
+    cluster: Cluster,
+    training: Training,
+    meshes: list[tuple[int, int]],
+    windows: Windows | None = None,
+) -> Searched:
     """The best split of every setting that could be the best of all, by lower bound: best first, until none is left.
 
     A setting waits with its quick bound, comes back with its tight one, and is solved when that is the smallest of all;
@@ -33,34 +44,61 @@ def search(graph: CostGraph, cluster: Cluster, training: Training, meshes: list[
     """
     pins = pinned_positions(graph, training)
     flags = {p: start_flags(graph.num_layers, p, graph.allowed_cuts, pins) for p in sorted({p for p, _ in meshes})}
-    counter = itertools.count()
-    waiting: list[tuple[float, int, bool, Problem]] = []
-    found: list[Found] = []
+    windows = windows or Windows()
+    waiting: list[Waiting] = []
     unfit: list[Setting] = []
     for setting in settings(cluster, training, meshes):
         if (starts := flags[setting.num_stages]) is not None:
-            problem = Problem(graph, cluster, training, setting, starts)
+            problem = Problem(graph, cluster, training, setting, starts, windows)
             if problem.limits is not None and problem.limits.hopeless():
                 unfit.append(setting)
-                continue
-            waiting.append((problem.bounds.quick(), next(counter), False, problem))
+            else:
+                waiting.append(Waiting(problem.bounds.quick(), len(waiting), False, problem))
+    found, lower_bound_s = _race(waiting, unfit)
+    rivals = _rivals(found, waiting)
+    return Searched(tuple(sorted(found + rivals, key=Found.rank)), lower_bound_s, tuple(unfit))
+
+
+class Waiting(NamedTuple):
+    """A setting with the best that is known of it; the number keeps the order of settings with equal bounds."""
+
+    bound_s: float
+    number: int
+    is_tight: bool
+    problem: Problem
+
+
+def _race(waiting: list[Waiting], unfit: list[Setting]) -> tuple[list[Found], float]:
+    """Solve in the order of bounds; leaves in `waiting` what cannot win, and adds to `unfit` what does not fit."""
     heapq.heapify(waiting)
+    found: list[Found] = []
     lower, best = math.inf, math.inf
-    while waiting:
-        bound, _, is_tight, problem = heapq.heappop(waiting)
-        if bound == math.inf:
-            unfit.append(problem.setting)
-            continue
-        if bound >= best * (1 - CLOSE):
-            lower = min(lower, bound)
-            break
+    while waiting and waiting[0].bound_s < best * (1 - CLOSE):
+        bound_s, number, is_tight, problem = heapq.heappop(waiting)
         if not is_tight:
-            heapq.heappush(waiting, (max(bound, problem.bounds.tight(best)), next(counter), True, problem))
-            continue
-        one = problem.best()
-        if one is None:
+            bound_s = max(bound_s, problem.bounds.tight(best))
+            if bound_s < math.inf:
+                heapq.heappush(waiting, Waiting(bound_s, number, True, problem))
+            else:
+                unfit.append(problem.setting)
+        elif (one := problem.best()) is None:
             unfit.append(problem.setting)
-            continue
-        lower, best = min(lower, one.total_s if one.proven else bound), min(best, one.total_s)
-        found.append(one)
-    return Searched(tuple(sorted(found, key=Found.rank)), min(lower, best), tuple(unfit))
+        else:
+            found.append(one)
+            lower, best = min(lower, one.total_s if one.proven else bound_s), min(best, one.total_s)
+    return found, min([lower, best, *(one.bound_s for one in waiting[:1])])
+
+
+def _rivals(found: list[Found], waiting: list[Waiting]) -> list[Found]:
+    """The best of each mesh and schedule that cannot win, to compare with: of small models, the most promising few."""
+    seen = {one.setting.kind for one in found}
+    others: dict[Kind, list[Waiting]] = {}
+    for one in sorted(waiting) if found else ():
+        if one.problem.graph.num_layers * one.problem.setting.num_stages <= SMALL:
+            others.setdefault(one.problem.setting.kind, []).append(one)
+    rivals: list[Found] = []
+    for kind, group in others.items():
+        if kind not in seen and len(seen) <= MOST_RIVALS:
+            rivals += _race(group, [])[0]
+            seen.add(kind)
+    return rivals

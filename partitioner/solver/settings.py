@@ -14,6 +14,9 @@ from partitioner.specs import Cluster, ScheduleName, Training
 MOST_ACTIONS = 2**18
 """Settings chosen by us have at most this many actions a step; more micro-batches than that gain nothing."""
 
+Kind = tuple[int, int, ScheduleName]
+"""Stages, replicas, schedule: what makes a different plan, rather than the same one with other figures."""
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -32,6 +35,10 @@ class Setting:
     @property
     def mesh(self) -> dict[str, int]:
         return {"pp": self.num_stages, "dp": self.num_replicas}
+
+    @property
+    def kind(self) -> Kind:
+        return self.num_stages, self.num_replicas, self.schedule
 
 
 def check_request(graph: CostGraph, cluster: Cluster, training: Training) -> None:

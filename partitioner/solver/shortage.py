@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -9,12 +10,12 @@ import numpy as np
 
 from partitioner.graph import CostGraph
 from partitioner.memory import memory_limit, stage_memory
-from partitioner.solver.chain import Split, cheapest_split, start_flags
+from partitioner.solver.chain import Chain, Split, cheapest_split, smallest_bottleneck, start_flags
 from partitioner.solver.problem import Problem
 from partitioner.solver.settings import mesh_levels, pinned_positions, settings
 from partitioner.specs import Cluster, Training, format_bytes
 
-PRECISION = 1e-3
+PRECISION = 5e-3
 """Relative, of the smallest limit that would do."""
 MOST_GROWTH = 8
 """Up to so many times the devices are tried."""
@@ -22,9 +23,8 @@ MOST_GROWTH = 8
 
 def shortage(graph: CostGraph, cluster: Cluster, training: Training) -> str:
     """The message of an InfeasibleError: bytes needed, where, for what, the bytes short, and the nearest way out."""
-    lacking, problem, split = min(
-        (_closest(problem) for problem in _leanest(graph, cluster, training)), key=lambda item: item[0]
-    )
+    problem = min(_leanest(graph, cluster, training), key=_least_extra)
+    lacking, split = _closest(problem)
     setting, bounds = problem.setting, graph.bounds(split.cuts)
     stages = np.arange(setting.num_stages)
     needed = problem.memory.bytes(stages, [first for first, _ in bounds], [last for _, last in bounds])
@@ -96,21 +96,44 @@ def _somehow(graph: CostGraph, cluster: Cluster, training: Training) -> Problem 
     return next((problem for problem in _leanest(graph, cluster, training) if _fits(problem)), None)
 
 
-def _closest(problem: Problem) -> tuple[float, Problem, Split]:
-    """(bytes that every device lacks, problem, split) of the split that lacks the least."""
-    free = cheapest_split(replace(problem.chain, limits=None))
-    assert free is not None  # every stage can have a layer
-    edges = np.array((0, *free.cuts, problem.graph.num_layers))
-    needed = problem.memory.bytes(np.arange(problem.setting.num_stages), edges[:-1], edges[1:])
-    low, high, split = 0.0, float(np.max(needed - problem.memory.room)), free
+def _least_extra(problem: Problem) -> float:
+    """Bytes that every device must have more of at least, by what does not depend on the cuts."""
+    low, high = 0.0, float(problem.memory.room.min()) + 1
+    while smallest_bottleneck(_grown(problem, high)) == math.inf:
+        low, high = high, 2 * high
     while high - low > PRECISION * (high + float(problem.memory.room.min())):
         middle = (low + high) / 2
-        found = cheapest_split(replace(problem.chain, limits=problem.memory.grown(middle)))
-        if found is None:
+        if smallest_bottleneck(_grown(problem, middle)) == math.inf:
             low = middle
         else:
-            high, split = middle, found
-    return max(1.0, high), problem, split
+            high = middle
+    return low
+
+
+def _closest(problem: Problem) -> tuple[float, Split]:
+    """(bytes that it lacks at most, split) of the split that lacks the least, to `PRECISION`."""
+
+    def lacking(split: Split) -> float:
+        edges = np.array((0, *split.cuts, problem.graph.num_layers))
+        needed = problem.memory.bytes(np.arange(problem.setting.num_stages), edges[:-1], edges[1:])
+        return float(np.max(needed - problem.memory.room))
+
+    free = replace(problem.chain, limits=None)
+    best = cheapest_split(free, smallest_bottleneck(free))
+    assert best is not None  # every stage can have a layer
+    low, high = _least_extra(problem), lacking(best)
+    while high - low > PRECISION * (high + float(problem.memory.room.min())):
+        middle = low + (high - low) / 4  # the bytes that cross cuts are few: the answer is near the low end
+        split = cheapest_split(_grown(problem, middle))
+        if split is None:
+            low = middle
+        else:
+            high, best = min(middle, lacking(split)), split
+    return lacking(best), best
+
+
+def _grown(problem: Problem, extra_bytes: float) -> Chain:
+    return replace(problem.chain, limits=problem.memory.grown(extra_bytes))
 
 
 def _way_out(graph: CostGraph, cluster: Cluster, training: Training, limit: int, lacking: float) -> str:
