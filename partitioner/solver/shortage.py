@@ -66,24 +66,24 @@ def shortage(graph: CostGraph, cluster: Cluster, training: Training) -> str:
 
 
 def _leanest(graph: CostGraph, cluster: Cluster, training: Training) -> Iterator[Problem]:
-    """Settings where memory is least: few replicas, stages in powers of two, the smallest and the largest micro-batch.
+    """Settings where memory is least: stages in powers of two, with the fewest and the most replicas and micro-batches.
 
-    Replicas do not change what a rank holds; more stages hold fewer layers but, under 1f1b, more micro-batches.
+    More stages hold fewer layers but, under 1f1b, more micro-batches; more replicas have fewer samples each, but whole
+    models among them hold their gradients twice.
     """
     pins = pinned_positions(graph, training)
-    meshes = sorted(mesh for level in mesh_levels(graph, cluster, training) for mesh in level)
-    fewest: dict[int, int] = {}
-    for stages, replicas in meshes:
-        fewest.setdefault(stages, replicas)
-    most = max(fewest)
-    for stages in sorted(fewest, reverse=True):
+    replicas: dict[int, list[int]] = {}
+    for stages, count in sorted(mesh for level in mesh_levels(graph, cluster, training) for mesh in level):
+        replicas.setdefault(stages, []).append(count)
+    for stages in sorted(replicas, reverse=True):
         starts = start_flags(graph.num_layers, stages, graph.allowed_cuts, pins)
-        if starts is None or (stages != most and stages & (stages - 1)):
+        if starts is None or (stages != max(replicas) and stages & (stages - 1)):
             continue
-        every = list(settings(cluster, training, [(stages, fewest[stages])]))
-        every = [one for one in every if (one.schedule, one.ranks) == (every[0].schedule, every[0].ranks)]
-        for setting in dict.fromkeys((every[-1], every[0])) if every else ():
-            yield Problem(graph, cluster, training, setting, starts)
+        for count in dict.fromkeys((replicas[stages][-1], replicas[stages][0])):
+            every = list(settings(cluster, training, [(stages, count)]))
+            every = [one for one in every if (one.schedule, one.ranks) == (every[0].schedule, every[0].ranks)]
+            for setting in dict.fromkeys((every[-1], every[0])) if every else ():
+                yield Problem(graph, cluster, training, setting, starts)
 
 
 def _fits(problem: Problem) -> bool:
