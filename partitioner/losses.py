@@ -42,6 +42,8 @@ class Loss:
 
     def of(self, output: Any, target: Any) -> torch.Tensor:
         """The micro-batch's loss, 0-d."""
+        if self._loss_fn is None and target is not None:
+            raise ArgumentError("there is a target but no loss_fn to compare the output with it: pass loss_fn=")
         if self._loss_fn is not None:
             loss, made_by = self._loss_fn(output, target), "loss_fn returned"
         else:

@@ -261,6 +261,23 @@ def test_world_size_one_needs_no_other_process() -> None:
     assert not torch.distributed.is_initialized()
 
 
+def test_a_process_group_of_the_caller_is_used_and_left_alone(ranks: RankPool) -> None:
+    def twice() -> list[float]:
+        torch.distributed.init_process_group("gloo")
+        losses = []
+        for _ in range(2):
+            with materialize(plan, copy.deepcopy(case.model), loss_fn=case.loss_fn) as stage:
+                losses.append(float(stage.train_step(case.inputs, case.target)))
+        total = torch.ones(())
+        torch.distributed.all_reduce(total)
+        return [*losses, float(total)]
+
+    case = mlp()
+    plan = plan_for(case, pp=2)
+    first, second = ranks.run(2, twice)
+    assert first == second and first[0] == first[1] and first[2] == 2.0
+
+
 def test_double_precision_stays_double(ranks: RankPool) -> None:
     case = mlp()
     model, x = case.model.double(), case.args[0].double()
@@ -410,6 +427,9 @@ def test_the_timeline_shows_every_action_of_every_rank_in_order(ranks: RankPool)
         expected = ["F0", "F1", "B0", "F2", "B1", "B2"] if rank < 2 else ["F0", "B0", "F1", "B1", "F2", "B2"]
         assert order == expected and {s.stage for s in spans} == {rank // 2}
         assert [s.kind for s in spans if s.microbatch < 0] == ["sync", "optimizer"]
+        sync = next(s for s in spans if s.kind == "sync")
+        others = [s for s in got[0].spans if s.kind == "B" and s.rank in (rank, rank ^ 1)]
+        assert all(sync.start_s >= s.end_s for s in others)
         assert all(a.end_s <= b.start_s for a, b in pairwise(spans))
     times = {(s.rank, s.kind, s.microbatch): s for s in got[0].spans}
     for k in range(3):

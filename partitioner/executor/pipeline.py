@@ -116,8 +116,8 @@ class Pipeline:
             run = self._part.run(args, kwargs, received)
         self._runs[k] = run
         for target, payload in run.sends.items():
+            self._recorder.sends(target, k)
             self._to[target].send(Tag(kind, step, k), payload.header, payload.tensors)
-            self._recorder.sent(target, k)
         return run
 
     def _forward_with_loss(
@@ -158,8 +158,8 @@ class Pipeline:
             else:
                 backward_through(run, gradients)
         for source, sender in self._back_to.items():
+            self._recorder.sends(source, k)
             sender.send(Tag("B", step, k), b"", [_dense(gradient) for gradient in gradients_of(run, source)])
-            self._recorder.sent(source, k)
             sender.keep_at_most(self._mesh.num_stages)
 
     def _receive_activations(self, tag: Tag, count: int) -> dict[int, Payload]:

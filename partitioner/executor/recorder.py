@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -35,12 +35,26 @@ class _Notes:
     posted: list[Message] = field(default_factory=list)
     awaited: list[Message] = field(default_factory=list)
 
+    def moved(self, move: Callable[[Any], float]) -> _Notes:
+        """The same notes on another clock."""
+
+        def on_clock(item: Any) -> Any:
+            return item._replace(start_s=move(item.start_s), end_s=move(item.end_s))
+
+        return _Notes(*([on_clock(item) for item in items] for items in (self.spans, self.posted, self.awaited)))
+
 
 class Recorder:
     """Notes of one rank about its last step, the optimizer's update after it included."""
 
-    def __init__(self, mesh: Mesh, parameters: list[torch.nn.Parameter]) -> None:
+    def __init__(
+        self, mesh: Mesh, parameters: list[torch.nn.Parameter], owner_sets: Collection[tuple[int, ...]]
+    ) -> None:
         self._mesh = mesh
+        self._partners = {
+            stage: {rank for stages in owner_sets if stage in stages for rank in mesh.ranks_of(stages)}
+            for stage in range(mesh.num_stages)
+        }
         self._notes = _Notes()
         self._ours = {id(parameter) for parameter in parameters}
         self._update_began: Any = None
@@ -67,42 +81,47 @@ class Recorder:
         yield
         self._notes.awaited.append(Message(source, self._mesh.stage, microbatch, start, self._now()))
 
-    def sent(self, target: int, microbatch: int) -> None:
-        """A message to that stage was posted just now."""
+    def sends(self, target: int, microbatch: int) -> None:
+        """A message to that stage leaves now."""
         now = self._now()
         self._notes.posted.append(Message(self._mesh.stage, target, microbatch, now, now))
 
     def timeline(self) -> Timeline:
         """The last step of all ranks, in seconds since its first action; every rank calls it and gets the same."""
-        notes = self._on_host()
-        everyone = self._mesh.gather((self._mesh.replica, notes, self._clock_offset()))
+        ahead = self._clock_offset()
+        everyone = self._mesh.gather((self._mesh.replica, self._on_host().moved(lambda moment: moment - ahead)))
+        start = min((span.start_s for _, notes in everyone for span in notes.spans), default=0.0)
+        everyone = [(replica, notes.moved(lambda moment: moment - start)) for replica, notes in everyone]
+        posted = {(replica, *message[:3]): message.start_s for replica, notes in everyone for message in notes.posted}
+        reducing = {span.rank: span.start_s for _, notes in everyone for span in notes.spans if span.kind == "sync"}
         spans: list[Span] = []
-        posted: dict[tuple[int, int, int, int], float] = {}
-        for replica, notes, ahead in everyone:
-            spans += [span._replace(start_s=span.start_s - ahead, end_s=span.end_s - ahead) for span in notes.spans]
-            for message in notes.posted:
-                posted[(replica, *message[:3])] = message.start_s - ahead
-        for replica, notes, ahead in everyone:
+        for replica, notes in everyone:
+            spans += [self._without_waiting(span, reducing) for span in notes.spans]
             for message in notes.awaited:
                 left = posted.get((replica, *message[:3]))
                 if left is not None:
-                    arrived = message.end_s - ahead
-                    spans += self._travel(replica, message, left, message.start_s - ahead, arrived)
-        start = min((span.start_s for span in spans), default=0.0)
-        spans = [span._replace(start_s=span.start_s - start, end_s=span.end_s - start) for span in spans]
+                    spans += self._travel(replica, message, left)
         return Timeline(tuple(sorted(spans, key=lambda span: span.start_s)), self._mesh.plan.num_ranks, measured=True)
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
 
-    def _travel(self, replica: int, message: Message, left: float, wait: float, arrived: float) -> list[Span]:
+    def _without_waiting(self, span: Span, reducing: Mapping[int, float]) -> Span:
+        """A sync begins when the last rank that takes part has come; until then the others are idle."""
+        if span.kind != "sync":
+            return span
+        begun = max(reducing[rank] for rank in self._partners[span.stage] if rank in reducing)
+        return span._replace(start_s=min(max(span.start_s, begun), span.end_s))
+
+    def _travel(self, replica: int, message: Message, left: float) -> list[Span]:
         """A message on its way, and the part of it that the receiver stood waiting."""
         ranks = [self._mesh.rank_of(stage, replica) for stage in (message.source, message.target)]
-        arrived = max(arrived, left)
+        arrived = max(message.end_s, left)
+        waited = min(max(left, message.start_s), arrived)
         return [
             Span(ranks[0], "send", message.source, message.microbatch, left, arrived),
-            Span(ranks[1], "recv", message.target, message.microbatch, min(max(left, wait), arrived), arrived),
+            Span(ranks[1], "recv", message.target, message.microbatch, waited, arrived),
         ]
 
     def _now(self) -> Any:
@@ -121,12 +140,7 @@ class Recorder:
         last.synchronize()
         now = time.perf_counter()
 
-        def host(item: Any) -> Any:
-            seconds = [now - mark.elapsed_time(last) / 1000 for mark in (item.start_s, item.end_s)]
-            return item._replace(start_s=seconds[0], end_s=seconds[1])
-
-        notes = self._notes
-        return _Notes(*([host(item) for item in items] for items in (notes.spans, notes.posted, notes.awaited)))
+        return self._notes.moved(lambda mark: now - mark.elapsed_time(last) / 1000)
 
     def _clock_offset(self) -> float:
         """Seconds that this rank's clock is ahead of an arbitrary common one: 0 where all ranks share a machine.

@@ -93,6 +93,7 @@ class LiveStage:
         keep_output: bool,
     ) -> None:
         self.plan = plan
+        self._own_loss = Loss(placement.model, None, None)
         self._mesh, self._placement, self._loss, self._cutter = mesh, placement, loss, cutter
         self._failures = Failures(mesh, placement.model)
         self._seed = int(mesh.gather(torch.initial_seed() if seed is None else seed)[0])
@@ -108,7 +109,7 @@ class LiveStage:
         self._reduction = Reduction(mesh, shared)
         if copy_values:
             self._reduction.copy_values(list(placement.model.buffers()))
-        self._recorder = Recorder(mesh, list(self.parameters()))
+        self._recorder = Recorder(mesh, list(self.parameters()), placement.owner_sets())
         replicas = None
         if plan.num_stages == 1 and plan.num_replicas > 1 and self._trains():
             replicas = Replicas(mesh, placement.model, loss)
@@ -198,15 +199,15 @@ class LiveStage:
         """
         with self._failures.caught(self._pipeline):
             self._recorder.begin()
-            microbatches, weights = self._prepared(inputs, target)
+            microbatches, weights = self._prepared(inputs, target, self._loss)
             total, shares = self._shares(microbatches, weights)
             outputs: list[Any] = []
             if self._reduces:
                 self._reduction.begin()
             part = self._pipeline.train(self._num_calls, microbatches, shares, outputs if self._keep_output else None)
-            with self._recorder.span("sync"):
-                loss = self._agreed_loss(part if total else None, bool(total))
-                if self._reduces:
+            loss = self._agreed_loss(part if total else None)
+            if self._reduces:
+                with self._recorder.span("sync"):
                     self._reduction.finish()
             self._outputs = (outputs, [microbatch.samples for microbatch in microbatches], weights)
             self._num_steps += 1
@@ -218,7 +219,7 @@ class LiveStage:
         Nothing is switched to evaluation: `stage.module.eval()` does that.
         """
         with self._failures.caught(self._pipeline), torch.no_grad():
-            microbatches, weights = self._prepared(inputs, None)
+            microbatches, weights = self._prepared(inputs, None, self._own_loss)
             outputs = self._pipeline.evaluate(self._num_calls, microbatches)
             sizes = [microbatch.samples for microbatch in microbatches]
             return join(outputs, sizes, weights, self._cutter.batch_dim) if self._mesh.is_last else None
@@ -294,7 +295,7 @@ class LiveStage:
     def _trains(self) -> bool:
         return any(parameter.requires_grad for parameter in self._placement.own.values())
 
-    def _prepared(self, inputs: Any, target: Any) -> tuple[list[MicroBatch], list[float]]:
+    def _prepared(self, inputs: Any, target: Any, loss: Loss) -> tuple[list[MicroBatch], list[float]]:
         """The batch in micro-batches and what each counts for; now and then compared with the replica's other ranks."""
         self._num_calls += 1
         args, kwargs = as_call(inputs)
@@ -306,7 +307,7 @@ class LiveStage:
             part.kwargs if isinstance(inputs, Mapping) else part.args if type(inputs) is tuple else part.args[0]
             for part in microbatches
         ]
-        return microbatches, self._loss.weights(microbatches, parts)
+        return microbatches, loss.weights(microbatches, parts)
 
     def _shares(self, microbatches: Sequence[MicroBatch], weights: Sequence[float]) -> tuple[float, list[float]]:
         """The whole batch's weight over all replicas, and what each micro-batch's loss counts for."""
@@ -319,10 +320,10 @@ class LiveStage:
             total = float(everywhere)
         return total, [weight / total if total else 0.0 for weight in weights]
 
-    def _agreed_loss(self, part: torch.Tensor | None, counts: bool) -> torch.Tensor:
+    def _agreed_loss(self, part: torch.Tensor | None) -> torch.Tensor:
         """The loss on every rank. A batch in which nothing counts has none: NaN, as a mean over nothing is."""
         mesh = self._mesh
-        value = torch.tensor(float("nan") if part is None or not counts else float(part), dtype=torch.float64)
+        value = torch.tensor(float("nan") if part is None else float(part), dtype=torch.float64)
         if mesh.is_last and mesh.num_replicas > 1:
             dist.all_reduce(value, group=mesh.across)
         if mesh.num_stages > 1:
