@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from partitioner.schedule import in_flight
 from partitioner.solver.chain import TOLERANCE, Chain, covered_by, smallest_bottleneck
 from partitioner.solver.evaluate import Replayer, all_reduce_times, link_times
 from partitioner.solver.limits import Flags, Floats, Ints, Limits
@@ -44,10 +45,13 @@ class Bounds:
         path      S + (m - 1) max(F, B, wire)   some stage's m forwards (or backwards), with one micro-batch's way
                                                 before and after them; gpipe: S + (m - 1) max(max F + max B, max C)
         place     S - S_s + m C_s               the first forward's way to stage s, its work, the last backward's way
-        cycle     S - S_s + (j + 1) S_s + r max(F, B),   m - 1 = j (p - s) + r,   1f1b only: stage s holds p - s
-                                                micro-batches, so the one p - s later starts when this one is back
+        rounds    S + j S_s + (m - 1 - j h) C_s     1f1b only, for 1 <= j <= (m - 1) / h, h micro-batches in flight
 
-    `place` and `cycle` hold for every s, and the largest counts. All but `busy` need every stage to wait for the one
+    `rounds`: on stage s, backward k comes before forward k + h. From forward k until backward k is over takes S_s, and
+    the stage does at most h forwards and h backwards then. Put j + 1 such rounds one after the other, from forward 0,
+    h, 2 h, ..., and from the last forward; what they leave out, m - 1 - j h of each kind, comes on top.
+
+    `place` and `rounds` hold for every s, and the largest counts. All but `busy` need every stage to wait for the one
     before it (`graph.linked`). Stage 0 ends last, so its sync adds to them: it has the layers before the first possible
     cut. Every stage's own sync follows its own work. The optimizer takes least when all devices finish theirs together.
     """
@@ -89,9 +93,7 @@ class Bounds:
                 if schedule == "gpipe":
                     bound = max(bound, way + (m - 1) * max(forward + backward, slowest, again) + self._first_sync_s)
                 else:
-                    rounds, rest = divmod(m - 1, p)
-                    cycle = rounds * way + rest * again
-                    bound = max(bound, way + max((m - 1) * again, cycle) + self._first_sync_s)
+                    bound = max(bound, way + (m - 1) * again + self._first_sync_s)
                 if p > 1:
                     bound = self._placed(bound, line, target_s - self._optimizer_s)
         return bound * (1 - 10 * TOLERANCE) + self._optimizer_s
@@ -176,19 +178,21 @@ class Bounds:
             if s + 1 == p:
                 return bool(covered[n])
             starts = np.flatnonzero(covered & self.starts[s + 1])
-            if self.setting.schedule == "1f1b":
-                starts = starts[self._cycles_s(s + 1, starts, line) <= bound - self._first_sync_s]
             if not len(starts):
                 return False
         return False
 
     def _ends(self, stage: int, starts: Ints, bound: float, line: Line) -> Ints:
-        """How far the stage can go from each start by `place`, and by its own sync; the start itself: nowhere."""
+        """How far the stage can go from each start, by its own work and sync; the start itself: nowhere."""
         costs, m, speed = self.replayer.costs, self.setting.num_microbatches, float(line.speeds[stage])
         fastest = float(line.speeds[: max(stage, 1)].max())  # of the stages before; nothing is before stage 0
-        before_s, work_s = costs.before_s[starts], costs.before_s
-        room = bound - self._first_sync_s - before_s / fastest - line.hops_s[stage]
-        ends: Ints = np.maximum(np.searchsorted(work_s, before_s + room * (speed / m), side="right") - 1, starts)
+        before_s = costs.before_s[starts]
+        room = (bound - self._first_sync_s - before_s / fastest - line.hops_s[stage]) / m
+        for forwards, others_s in self._repeats(stage, starts, line):
+            left = bound - self._first_sync_s - others_s
+            room = np.minimum(room, left / forwards if forwards else np.where(left >= 0, np.inf, -1.0))
+        ends: Ints = np.searchsorted(costs.before_s, before_s + room * speed, side="right") - 1
+        ends = np.maximum(ends, starts)
         if self.setting.num_replicas == 1:
             return ends
         room = bound - costs.forward_before_s[starts] / fastest
@@ -196,18 +200,18 @@ class Bounds:
         while (low < high).any():
             middle = (low + high + 1) // 2
             sync_s = self._sync_s(starts, np.maximum(middle, starts + 1))
-            good = (work_s[middle] - before_s) * (m / speed) + sync_s <= room
+            good = (costs.before_s[middle] - before_s) * (m / speed) + sync_s <= room
             low, high = np.where(good, middle, low), np.where(good, high, middle - 1)
         return low
 
-    def _cycles_s(self, stage: int, starts: Ints, line: Line) -> Floats:
-        """The `cycle` bound of the stage at each start; the mean stage stands for the largest forward or backward."""
-        costs, p = self.replayer.costs, self.setting.num_stages
-        before, after = float(line.speeds[:stage].max()), float(line.speeds[stage:].max())
-        rounds, rest = divmod(self.setting.num_microbatches - 1, p - stage)
-        left_s = (costs.before_s[-1] - costs.before_s[starts]) / after
-        forward_s = (costs.forward_before_s[-1] - costs.forward_before_s[starts]) / after
-        again = np.maximum(forward_s, left_s - forward_s) / (p - stage)
-        way = left_s + line.hops_s[-1] - line.hops_s[stage]
-        cycles: Floats = costs.before_s[starts] / before + line.hops_s[stage] + (rounds + 1) * way + rest * again
-        return cycles
+    def _repeats(self, stage: int, starts: Ints, line: Line) -> list[tuple[int, Floats]]:
+        """(k, seconds) of bounds `seconds + k C_s` of the stage from each start: `rounds`, or gpipe's `path`."""
+        costs, m, p = self.replayer.costs, self.setting.num_microbatches, self.setting.num_stages
+        way = np.full(len(starts), float(costs.before_s[-1]) / float(line.speeds.max()) + float(line.hops_s[-1]))
+        if self.setting.schedule == "gpipe":
+            return [(m - 1, way)]
+        held = in_flight("1f1b", stage, p, m)
+        left_s = (costs.before_s[-1] - costs.before_s[starts]) / float(line.speeds[stage:].max())
+        from_here_s = left_s + (line.hops_s[-1] - line.hops_s[stage])
+        most = (m - 1) // held
+        return [(m - 1 - j * held, way + j * from_here_s) for j in dict.fromkeys((1, most)) if 1 <= j <= most]

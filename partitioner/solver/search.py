@@ -72,10 +72,13 @@ def _race(waiting: list[Waiting], unfit: list[Setting]) -> tuple[list[Found], fl
     """Solve in the order of bounds; leaves in `waiting` what cannot win, and adds to `unfit` what does not fit."""
     heapq.heapify(waiting)
     found: list[Found] = []
+    beaten: list[Waiting] = []
     lower, best = math.inf, math.inf
-    while waiting and waiting[0].bound_s < best * (1 - CLOSE):
+    while waiting and waiting[0].bound_s <= best * (1 + CLOSE):
         bound_s, number, is_tight, problem = heapq.heappop(waiting)
-        if not is_tight:
+        if bound_s >= best * (1 - CLOSE) and min(found, key=Found.rank).setting.size <= problem.setting.size:
+            beaten.append(Waiting(bound_s, number, is_tight, problem))  # at best as fast, and no simpler
+        elif not is_tight:
             bound_s = max(bound_s, problem.bounds.tight(best))
             if bound_s < math.inf:
                 heapq.heappush(waiting, Waiting(bound_s, number, True, problem))
@@ -86,7 +89,8 @@ def _race(waiting: list[Waiting], unfit: list[Setting]) -> tuple[list[Found], fl
         else:
             found.append(one)
             lower, best = min(lower, one.total_s if one.proven else bound_s), min(best, one.total_s)
-    return found, min([lower, best, *(one.bound_s for one in waiting[:1])])
+    waiting += beaten
+    return found, min([lower, best, *(one.bound_s for one in waiting)])
 
 
 def _rivals(found: list[Found], waiting: list[Waiting]) -> list[Found]:

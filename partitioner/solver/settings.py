@@ -37,6 +37,11 @@ class Setting:
         return {"pp": self.num_stages, "dp": self.num_replicas}
 
     @property
+    def size(self) -> tuple[int, int, bool]:
+        """Smaller is simpler: of two that take the same time, the smaller one is chosen."""
+        return self.num_stages, self.num_microbatches, self.schedule != "1f1b"
+
+    @property
     def kind(self) -> Kind:
         return self.num_stages, self.num_replicas, self.schedule
 
