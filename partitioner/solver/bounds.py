@@ -98,6 +98,23 @@ class Bounds:
                     bound = self._placed(bound, line, target_s - self._optimizer_s)
         return bound * (1 - 10 * TOLERANCE) + self._optimizer_s
 
+    def windows(self, total_s: float) -> list[Ints]:
+        """By stage: for each end the smallest start from which a stage could still keep within `total_s`.
+
+        Splits within them are not sure to take so little; but they give each stage what its place in the schedule can
+        bear, which an equal bottleneck for all does not.
+        """
+        n, bound = self.replayer.graph.num_layers, total_s - self._optimizer_s
+        positions, nearest = np.arange(n), []
+        for s in range(self.setting.num_stages):
+            every = [
+                self._ends(s, positions, bound, self._line(ranks, speeds))
+                for ranks, speeds in zip(self.replayer.replicas, self._speeds, strict=True)
+            ]
+            ends = np.maximum.accumulate(np.minimum.reduce(every))
+            nearest.append(np.minimum(np.searchsorted(ends, np.arange(n + 1), side="left"), np.arange(n + 1)))
+        return nearest
+
     @property
     def setting(self) -> Setting:
         return self.replayer.setting

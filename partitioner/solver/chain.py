@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -166,8 +166,12 @@ def covered_by(starts: Ints, ends: Ints, n: int) -> Flags:
     return covered
 
 
-def cheapest_split(chain: Chain, bottleneck: float = float("inf")) -> Split | None:
+def cheapest_split(
+    chain: Chain, bottleneck: float = float("inf"), windows: Sequence[Ints] | None = None
+) -> Split | None:
     """The split with the least sum_s whose stages take at most `bottleneck` each and fit their memory; None: none does.
+
+    windows: by stage, for each end the smallest start to consider.
 
         best[s + 1][j] = hop(s + 1, j) + min over i of best[s][i] + seconds(s, i, j),
                          seconds(s, i, j) <= bottleneck, fits(s, i, j)
@@ -176,13 +180,13 @@ def cheapest_split(chain: Chain, bottleneck: float = float("inf")) -> Split | No
     the window where it is monotone (`roomy`); where the split so found does not fit (`fits` is not monotone: what
     crosses a cut can be wide or narrow), the DP is run again over every pair of the windows, O(p n w) for width w.
     """
-    split = _shortest(chain, bottleneck)
+    split = _shortest(chain, bottleneck, windows)
     if split is None or chain.limits is None or _all_fit(chain, split.cuts):
         return split
-    split = _shortest(chain, bottleneck, memory="windows")
+    split = _shortest(chain, bottleneck, windows, memory="windows")
     if split is None or _all_fit(chain, split.cuts):
         return split
-    return _shortest(chain, bottleneck, memory="pairs")
+    return _shortest(chain, bottleneck, windows, memory="pairs")
 
 
 def _all_fit(chain: Chain, cuts: tuple[int, ...]) -> bool:
@@ -192,7 +196,10 @@ def _all_fit(chain: Chain, cuts: tuple[int, ...]) -> bool:
 
 
 def _shortest(
-    chain: Chain, bottleneck: float, memory: Literal["ignored", "windows", "pairs"] = "ignored"
+    chain: Chain,
+    bottleneck: float,
+    windows: Sequence[Ints] | None,
+    memory: Literal["ignored", "windows", "pairs"] = "ignored",
 ) -> Split | None:
     n, p = chain.num_layers, chain.num_stages
     limits = chain.limits if memory != "ignored" else None
@@ -202,6 +209,8 @@ def _shortest(
     for s, speed in enumerate(chain.speeds):
         least = chain.prefix_s - bottleneck * speed * (1 + TOLERANCE)
         lows = np.searchsorted(chain.prefix_s, least, side="left")
+        if windows is not None:
+            lows = np.maximum(lows, windows[s])
         if limits is not None:
             lows = np.maximum(lows, limits.near(s))
         base = best - chain.prefix_s / speed

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from partitioner.graph import CostGraph
 from partitioner.solver.bounds import Bounds
-from partitioner.solver.chain import Chain, best_split
+from partitioner.solver.chain import Chain, best_split, cheapest_split
 from partitioner.solver.evaluate import Replayer, link_times
 from partitioner.solver.limits import DeviceMemory, Flags, Windows
 from partitioner.solver.settings import Setting
@@ -23,7 +23,12 @@ Ints = NDArray[np.int64]
 FEW_SPLITS = 2_000
 """Up to so many splits of a setting are all replayed."""
 MOST_NEIGHBOURS = 400
+MOST_CLIMBS = 3
 MOST_ROUNDS = 12
+LONG = 4_096
+"""Stages x micro-batches from which on a replay takes so long that one climb must do."""
+SLACKS = (1.0, 1.005, 1.02)
+"""How far above the lower bound splits are proposed that could keep within it."""
 CLOSE = 1e-9
 """Relative; times that differ by less are equal, and the simpler setting wins."""
 
@@ -69,17 +74,22 @@ class Problem:
             hops[s] = np.max(times, axis=0)
         return Chain(costs.before_s, speeds, self.starts, hops, self.limits)
 
-    def best(self) -> Found | None:
-        """The best split found; None: none fits."""
+    def best(self, bound_s: float) -> Found | None:
+        """The best split found; None: none fits. bound_s: what none can beat."""
         boundaries = [np.flatnonzero(row) for row in self.starts[1:]]
         num_splits = math.prod(len(row) for row in boundaries)
         if not boundaries or num_splits <= FEW_SPLITS or self._count(boundaries) <= FEW_SPLITS:
-            return self._choose(_all_splits(boundaries), proven=True)
+            return next(iter(self._ranked(_all_splits(boundaries), 1, proven=True)), None)
         proposed = best_split(self.chain, weight=self.setting.num_microbatches - 1, tolerance=1e-3)
         if not proposed:
             return None
-        found = self._choose(np.array([*(split.cuts for split in proposed), *self._even(boundaries)]))
-        return None if found is None else self._improve(found)
+        cuts = [split.cuts for split in proposed] + list(self._even(boundaries))
+        for slack in SLACKS:
+            if (split := cheapest_split(self.chain, windows=self.bounds.windows(bound_s * slack))) is not None:
+                cuts.append(split.cuts)
+        long = self.setting.num_stages * self.setting.num_microbatches > LONG
+        climbed = [self._improve(one) for one in self._ranked(np.unique(cuts, axis=0), 1 if long else MOST_CLIMBS)]
+        return min(climbed, key=Found.rank, default=None)
 
     def _count(self, boundaries: list[Ints]) -> int:
         """The number of splits."""
@@ -101,15 +111,17 @@ class Problem:
             cuts.append(int(later[np.argmin(np.abs(later - n * s / p))]))
         yield tuple(cuts)
 
-    def _choose(self, cuts: Ints, proven: bool = False) -> Found | None:
+    def _ranked(self, cuts: Ints, most: int, proven: bool = False) -> list[Found]:
+        """The best of these splits that fit: by time, then the most even, then the earliest cuts."""
         cuts = cuts[self.fitting(cuts)]
         if not len(cuts):
-            return None
+            return []
         totals = self.replayer.total_s(cuts)
-        near = np.flatnonzero(totals <= totals.min() * (1 + CLOSE))
-        uneven = np.round(self._bottleneck_s(cuts[near]) / (totals.min() or 1.0), 9)
-        k = near[np.lexsort((*cuts[near].T[::-1], uneven))[0]]  # the most even, then the earliest cuts
-        return Found(float(totals[k]), self, tuple(map(int, cuts[k])), proven)
+        order = np.argsort(totals, kind="stable")
+        order = order[totals[order] <= totals[order[min(most, len(order)) - 1]] * (1 + CLOSE)]
+        digits = np.round(np.column_stack((totals[order], self._bottleneck_s(cuts[order]))) / (totals.min() or 1.0), 9)
+        order = order[np.lexsort((*cuts[order].T[::-1], *digits.T[::-1]))][:most]
+        return [Found(float(totals[k]), self, tuple(map(int, cuts[k])), proven) for k in order]
 
     def _bottleneck_s(self, cuts: Ints) -> Any:
         edges, before_s = self._edges(cuts), self.replayer.costs.before_s
@@ -125,9 +137,9 @@ class Problem:
         n, p = self.graph.num_layers, self.setting.num_stages
         step = 1 << max(0, (n // (4 * p)).bit_length() - 1)
         for _ in range(MOST_ROUNDS):
-            better = self._choose(self._neighbours(found.cuts, step))
-            if better is not None and better.total_s < found.total_s * (1 - CLOSE):
-                found = better
+            better = self._ranked(self._neighbours(found.cuts, step), 1)
+            if better and better[0].total_s < found.total_s * (1 - CLOSE):
+                found = better[0]
             elif step == 1:
                 break
             else:

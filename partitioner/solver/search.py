@@ -84,7 +84,7 @@ def _race(waiting: list[Waiting], unfit: list[Setting]) -> tuple[list[Found], fl
                 heapq.heappush(waiting, Waiting(bound_s, number, True, problem))
             else:
                 unfit.append(problem.setting)
-        elif (one := problem.best()) is None:
+        elif (one := problem.best(bound_s)) is None:
             unfit.append(problem.setting)
         else:
             found.append(one)
