@@ -103,9 +103,9 @@ def smallest_bottleneck(chain: Chain) -> float:
     low = max(prefix[-1] / sum(chain.speeds), largest_layer / max(chain.speeds))
     high = prefix[-1] / min(chain.speeds)
     if chain.limits is not None:
-        low = smallest_bottleneck(replace(chain, limits=None))
         if attained(high) is None:
             return math.inf
+        low = smallest_bottleneck(replace(chain, limits=None))
     if (found := attained(low)) is not None:
         return found
     while high - low > TOLERANCE * high:
@@ -117,6 +117,11 @@ def smallest_bottleneck(chain: Chain) -> float:
         else:
             high = min(found, middle)
     return high
+
+
+def has_room(chain: Chain) -> bool:
+    """Whether some split leaves room on every stage, whatever its time: necessary for one to fit."""
+    return _by_reach(chain)(math.inf) is not None
 
 
 def _by_longest(chain: Chain, prefix: list[float]) -> Callable[[float], float | None]:

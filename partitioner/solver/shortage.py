@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -10,7 +9,7 @@ import numpy as np
 
 from partitioner.graph import CostGraph
 from partitioner.memory import memory_limit, stage_memory
-from partitioner.solver.chain import Chain, Split, cheapest_split, smallest_bottleneck, start_flags
+from partitioner.solver.chain import Chain, Split, cheapest_split, has_room, smallest_bottleneck, start_flags
 from partitioner.solver.problem import Problem
 from partitioner.solver.settings import mesh_levels, pinned_positions, settings
 from partitioner.specs import Cluster, Training, format_bytes
@@ -99,14 +98,14 @@ def _somehow(graph: CostGraph, cluster: Cluster, training: Training) -> Problem 
 def _least_extra(problem: Problem) -> float:
     """Bytes that every device must have more of at least, by what does not depend on the cuts."""
     low, high = 0.0, float(problem.memory.room.min()) + 1
-    while smallest_bottleneck(_grown(problem, high)) == math.inf:
+    while not has_room(_grown(problem, high)):
         low, high = high, 2 * high
     while high - low > PRECISION * (high + float(problem.memory.room.min())):
         middle = (low + high) / 2
-        if smallest_bottleneck(_grown(problem, middle)) == math.inf:
-            low = middle
-        else:
+        if has_room(_grown(problem, middle)):
             high = middle
+        else:
+            low = middle
     return low
 
 
