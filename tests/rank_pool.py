@@ -17,6 +17,14 @@ from typing import Any
 import cloudpickle
 
 RANK_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+PRELOADED = [
+    "cloudpickle",
+    "torch.distributed.checkpoint",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.t5.modeling_t5",
+]
+"""Imported once, by the process that all ranks are forked from; what is not installed is left out."""
 GRACE_S = 3.0
 """How long the other ranks may go on after one has failed, to report what they saw."""
 
@@ -39,7 +47,7 @@ class RankPool:
     def __init__(self, size: int = 4) -> None:
         self.size = size
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.parallel", "cloudpickle"])
+        self._context.set_forkserver_preload(PRELOADED)
         self._workers: list[tuple[BaseProcess, Connection]] = []
 
     def run(self, num_ranks: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:

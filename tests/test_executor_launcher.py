@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from partitioner.errors import ArgumentError, PlanMismatchError, RankError
-from partitioner.executor import launch, materialize
+from partitioner.executor import launch, launcher, materialize
 from partitioner.plan import Plan
 
 ALL_END_WITHIN_S = 10.0
@@ -161,7 +161,10 @@ def test_a_rank_that_is_killed_ends_all_and_is_named(tmp_path: Path) -> None:
     assert ended(pids_in(tmp_path, 2), 0.0)
 
 
-def test_a_rank_that_is_stopped_by_a_signal_ends_all_in_time(tmp_path: Path) -> None:
+def test_a_rank_that_is_stopped_by_a_signal_ends_all_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launcher.STOPPED_S + 1 < ALL_END_WITHIN_S
+    monkeypatch.setattr(launcher, "STOPPED_S", 1.0)
+
     def stop() -> None:
         (tmp_path / "stopped").write_text(str(time.time()))
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -219,8 +222,8 @@ def test_a_silent_rank_is_given_up_after_the_timeout(ranks: RankPool, tmp_path: 
             return f"{error.rank} {error}"
         raise AssertionError("there was no error")
 
-    arguments = job(tmp_path, lambda: time.sleep(6.0), ["blocks.2"])
-    told, _ = ranks.run(2, wait, *arguments, 2.0)
+    arguments = job(tmp_path, lambda: time.sleep(4.0), ["blocks.2"])
+    told, _ = ranks.run(2, wait, *arguments, 1.5)
     assert told.startswith("1 rank 0 (stage 0) stopped in 0B") and "rank 1 does not answer" in told
 
 

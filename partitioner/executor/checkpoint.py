@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -30,31 +29,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from partitioner.errors import ArgumentError, SetupError
 from partitioner.executor.mesh import Mesh
 from partitioner.executor.placement import Placement
-from partitioner.executor.wire import as_bytes
-
-
-def full_state_dict(mesh: Mesh, placement: Placement) -> dict[str, Any] | None:
-    """The whole model's state dict on rank 0, on the CPU, in the model's own order; None on other ranks.
-
-    Tensors come one at a time from the first replica; every rank must call it.
-    """
-    state = placement.model.state_dict()
-    others = mesh.gather({key: value for key, value in state.items() if not isinstance(value, torch.Tensor)})
-    whole: dict[str, Any] = {}
-    for key, value in state.items():
-        source = mesh.rank_of(placement.stage_of_key(key), 0)
-        if not isinstance(value, torch.Tensor):
-            whole[key] = others[source][key]
-        elif mesh.rank == source == 0:
-            whole[key] = value.detach().cpu().clone()
-        elif mesh.rank == source and value.numel():
-            dist.send(as_bytes(value.contiguous()).cpu(), 0, group=mesh.control)
-        elif mesh.rank == 0:
-            flat = torch.empty(value.numel(), dtype=value.dtype)
-            if value.numel():
-                dist.recv(flat.view(torch.uint8), source, group=mesh.control)
-            whole[key] = flat.view(value.shape)
-    return whole if mesh.rank == 0 else None
 
 
 def save(

@@ -13,12 +13,11 @@ from torch import nn
 from torch.utils.data import Dataset, DistributedSampler
 
 from partitioner.errors import NotBuiltError, SetupError
-from partitioner.executor import checkpoint
 from partitioner.executor.agreement import digest, refuse_differing
 from partitioner.executor.failures import Failures
 from partitioner.executor.mesh import Mesh, join_mesh
 from partitioner.executor.pipeline import Pipeline, WholeModel
-from partitioner.executor.placement import ModelOrFactory, Placement, WeightsLike
+from partitioner.executor.placement import ModelOrFactory, Placement, WeightsLike, full_state_dict
 from partitioner.executor.randomness import Randomness
 from partitioner.executor.recorder import Recorder
 from partitioner.executor.reduction import Reduction
@@ -168,7 +167,7 @@ class LiveStage:
     def full_state_dict(self) -> dict[str, Any] | None:
         """The whole model's state dict on rank 0, on the CPU; None elsewhere. Every rank must call it."""
         with self._failures.caught(self._pipeline):
-            return checkpoint.full_state_dict(self._mesh, self._placement)
+            return full_state_dict(self._mesh, self._placement)
 
     def save_checkpoint(self, path: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
         """Write model and optimizer as a folder, whole or not at all. Every rank must call it.
@@ -177,6 +176,8 @@ class LiveStage:
         `dcp.load({"model": model.state_dict()}, checkpoint_id=path)`. A SetupError says why it could not be written,
         on every rank; training can go on.
         """
+        from partitioner.executor import checkpoint  # torch's checkpoints take a second to import
+
         with self._failures.caught(self._pipeline):
             training = {"num_steps": self._num_steps, "num_calls": self._num_calls, "seed": self._seed}
             problem = checkpoint.save(path, self._mesh, self._placement, optimizer, training)
@@ -185,6 +186,8 @@ class LiveStage:
 
     def load_checkpoint(self, path: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
         """Read what `save_checkpoint` wrote, under this or any other plan. Every rank must call it."""
+        from partitioner.executor import checkpoint
+
         with self._failures.caught(self._pipeline):
             training = checkpoint.load(path, self._mesh, self._placement, optimizer)
             self._num_steps, self._num_calls = int(training["num_steps"]), int(training["num_calls"])

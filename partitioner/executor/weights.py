@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from partitioner.errors import ArgumentError, SetupError
 
@@ -90,6 +87,10 @@ class Weights:
 
     def _add_checkpoint(self, path: Path) -> None:
         """In a checkpoint of ours, which has entries under "training.", the model's are under "model."."""
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+        from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+
         entries = FileSystemReader(path).read_metadata().state_dict_metadata
         prefix = "model." if any(key.startswith("training.") for key in entries) else ""
 
