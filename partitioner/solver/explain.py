@@ -33,9 +33,9 @@ def reasons(found: Found, prediction: Prediction, searched: Searched, free: Foun
 def _binds(found: Found, prediction: Prediction) -> list[str]:
     """The slowest stage, and whether it is one layer; then the largest loss."""
     graph, setting = found.problem.graph, found.setting
-    if setting.num_stages == 1:
-        return _losses(prediction)
     work = [stage.forward_s + stage.backward_s for stage in prediction.stages]
+    if setting.num_stages == 1 or not sum(work):
+        return _losses(prediction)
     slowest = int(np.argmax(work))
     first, last = graph.bounds(found.cuts)[slowest]
     over = work[slowest] / (sum(work) / len(work)) - 1
@@ -122,8 +122,7 @@ def _pins(found: Found, free: Found | None) -> list[str]:
     if free is None:
         return []
     pinned = f"{len(found.problem.training.pin)} layers are pinned"
-    cost = found.total_s / free.total_s - 1
-    if cost < CLOSE:
+    if found.total_s <= free.total_s * (1 + CLOSE):
         return [f"{pinned}; without that no better split was found"]
     return [
         f"{pinned}; without that the best takes {duration(free.total_s)} instead of {duration(found.total_s)}, "

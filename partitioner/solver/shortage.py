@@ -74,9 +74,11 @@ def _leanest(graph: CostGraph, cluster: Cluster, training: Training) -> Iterator
     replicas: dict[int, list[int]] = {}
     for stages, count in sorted(mesh for level in mesh_levels(graph, cluster, training) for mesh in level):
         replicas.setdefault(stages, []).append(count)
-    for stages in sorted(replicas, reverse=True):
-        starts = start_flags(graph.num_layers, stages, graph.allowed_cuts, pins)
-        if starts is None or (stages != max(replicas) and stages & (stages - 1)):
+    flags = {stages: start_flags(graph.num_layers, stages, graph.allowed_cuts, pins) for stages in replicas}
+    possible = [stages for stages in sorted(replicas, reverse=True) if flags[stages] is not None]
+    for stages in possible:
+        starts = flags[stages]
+        if starts is None or (stages not in (possible[0], possible[-1]) and stages & (stages - 1)):
             continue
         for count in dict.fromkeys((replicas[stages][-1], replicas[stages][0])):
             every = list(settings(cluster, training, [(stages, count)]))
@@ -97,10 +99,9 @@ def _somehow(graph: CostGraph, cluster: Cluster, training: Training) -> Problem 
 
 def _least_extra(problem: Problem) -> float:
     """Bytes that every device must have more of at least, by what does not depend on the cuts."""
-    low, high = 0.0, float(problem.memory.room.min()) + 1
-    while not has_room(_grown(problem, high)):
-        low, high = high, 2 * high
-    while high - low > PRECISION * (high + float(problem.memory.room.min())):
+    whole = problem.memory.bytes(np.arange(problem.setting.num_stages), 0, problem.graph.num_layers)
+    low, high = 0.0, float(np.max(whole - problem.memory.room))
+    while high - low > PRECISION * max(1.0, high + float(problem.memory.room.min())):
         middle = (low + high) / 2
         if has_room(_grown(problem, middle)):
             high = middle
@@ -121,7 +122,7 @@ def _closest(problem: Problem) -> tuple[float, Split]:
     best = cheapest_split(free, smallest_bottleneck(free))
     assert best is not None  # every stage can have a layer
     low, high = _least_extra(problem), lacking(best)
-    while high - low > PRECISION * (high + float(problem.memory.room.min())):
+    while high - low > PRECISION * max(1.0, high + float(problem.memory.room.min())):
         middle = low + (high - low) / 4  # the bytes that cross cuts are few: the answer is near the low end
         split = cheapest_split(_grown(problem, middle))
         if split is None:
