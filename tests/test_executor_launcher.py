@@ -214,6 +214,21 @@ def test_an_error_outside_of_a_step_stops_the_others_at_once(ranks: RankPool) ->
     assert list(failure.value.errors) == [1] and isinstance(failure.value.errors[1], KeyError)
 
 
+def test_a_rank_that_cannot_take_its_part_is_named_on_the_others(ranks: RankPool) -> None:
+    def start() -> None:
+        weights = model.state_dict()
+        del weights["1.bias"]
+        materialize(plan, lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), weights=weights)
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    plan = plan_of(model, torch.zeros(8, 4))
+    with pytest.raises(RanksFailed) as failure:
+        ranks.run(2, start)
+    first, second = failure.value.errors.values()
+    assert isinstance(second, ArgumentError) and "lack 1 parameters of stage 1: 1.bias" in str(second)
+    assert isinstance(first, RankError) and first.rank == 1 and "lack 1 parameters of stage 1: 1.bias" in str(first)
+
+
 def test_a_silent_rank_is_given_up_after_the_timeout(ranks: RankPool, tmp_path: Path) -> None:
     def wait(*arguments: Any) -> str:
         try:

@@ -52,7 +52,7 @@ def save(
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         with _quiet():
-            dcp_save(state, checkpoint_id=beside, process_group=mesh.control, no_dist=mesh.control is None)
+            dcp_save(state, checkpoint_id=beside, process_group=mesh.control)
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
         problem = f"rank {rank}: {type(cause).__name__}: {cause}"
@@ -98,7 +98,7 @@ def load(
                 wanted[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
     try:
         with _quiet(), torch.no_grad():
-            dcp_load(wanted, storage_reader=reader, process_group=mesh.control, no_dist=mesh.control is None)
+            dcp_load(wanted, storage_reader=reader, process_group=mesh.control)
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
         raise SetupError(f"cannot read the checkpoint {os.fspath(path)} on rank {rank}: {cause}") from cause

@@ -28,29 +28,35 @@ class Failures:
     read that word and repeat it.
     """
 
-    def __init__(self, mesh: Mesh, model: nn.Module) -> None:
+    def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._names = {id(module): name for name, module in model.named_modules()}
+        self._names: dict[int, str] = {}
+        self._walk: _Walk | None = None
         self._failed = ""
 
+    def watch(self, model: nn.Module, walk: _Walk) -> None:
+        """From now on errors are placed in this model's layers and this walk's actions."""
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._walk = walk
+
     @contextmanager
-    def caught(self, pipeline: _Walk) -> Iterator[None]:
+    def caught(self) -> Iterator[None]:
         """Errors inside are raised with their place, and end this rank's part in the mesh."""
         if self._failed:
             raise RankError(f"this stage has ended, because {self._failed}", rank=self._mesh.rank)
         try:
             yield
         except BaseException as error:
-            told = self.note(error, pipeline)
+            told = self.note(error)
             if told is error:
                 raise
             raise told from error
 
-    def note(self, error: BaseException, pipeline: _Walk) -> BaseException:
+    def note(self, error: BaseException) -> BaseException:
         """The error to raise for `error`; the other ranks are told."""
         if self._failed:
             return error
-        told = self._told(error, pipeline.now)
+        told = self._told(error, self._walk.now if self._walk is not None else None)
         self._failed = str(told) or type(told).__name__
         if self._mesh.control is None:
             self._failed = ""
@@ -59,7 +65,8 @@ class Failures:
         if place["rank"] is None:
             place["rank"] = self._mesh.rank
         self._mesh.report_failure(place | {"message": self._failed})
-        pipeline.drop()
+        if self._walk is not None:
+            self._walk.drop()
         _forget_locals(error)
         self._mesh.close()
         return told

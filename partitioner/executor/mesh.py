@@ -89,6 +89,9 @@ class Mesh:
                 pairs = [[self.rank_of(source, k), self.rank_of(target, k)] for k in range(self.num_replicas)]
                 group = self._one_of([sorted(pair) for pair in pairs], "nccl")
                 if self.stage in (source, target):
+                    dist.all_reduce(
+                        torch.zeros(1, device=self.device), group=group
+                    )  # connects: later sends do not wait
                     self.edges[source, target] = group
 
     def gather(self, value: Any) -> list[Any]:

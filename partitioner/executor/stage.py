@@ -25,6 +25,7 @@ from partitioner.executor.replicas import Replicas
 from partitioner.losses import Loss, LossFunction, LossWeight
 from partitioner.microbatches import BatchDims, Cutter, MicroBatch, as_call, join
 from partitioner.plan import Plan
+from partitioner.schedule import build_schedule, check_schedule
 from partitioner.slicing import Slice
 from partitioner.timeline import Timeline
 
@@ -67,14 +68,12 @@ def materialize(
             raise NotBuiltError(f"stage {stage.index} of the plan recomputes activations, which is not built yet")
     seconds = max(60.0, 10 * plan.prediction.step_s) if timeout is None else timeout
     mesh = join_mesh(plan, device, seconds)
-    try:
+    failures = Failures(mesh)
+    with failures.caught():
         placement = Placement(plan, mesh.stage, model, mesh.device, weights)
         loss = Loss(placement.model, loss_fn, loss_weight)
         cutter = Cutter(plan.training.batch_dim, batch_dim)
-        return LiveStage(plan, mesh, placement, loss, cutter, seed, weights is None, keep_output)
-    except BaseException:
-        mesh.close()
-        raise
+        return LiveStage(plan, mesh, failures, placement, loss, cutter, seed, weights is None, keep_output)
 
 
 class LiveStage:
@@ -84,6 +83,7 @@ class LiveStage:
         self,
         plan: Plan,
         mesh: Mesh,
+        failures: Failures,
         placement: Placement,
         loss: Loss,
         cutter: Cutter,
@@ -94,13 +94,14 @@ class LiveStage:
         self.plan = plan
         self._own_loss = Loss(placement.model, None, None)
         self._mesh, self._placement, self._loss, self._cutter = mesh, placement, loss, cutter
-        self._failures = Failures(mesh, placement.model)
+        self._failures = failures
         self._seed = int(mesh.gather(torch.initial_seed() if seed is None else seed)[0])
         self._inert = nn.Parameter(torch.zeros((), device=mesh.device))
         part: Slice | WholeModel = WholeModel(placement.model)
         if plan.num_stages > 1:
             part = Slice(placement.model, plan.profile, plan.stage_of(), mesh.stage, device=mesh.device)
         edges = {(stage, target) for stage, targets in mesh.gather((mesh.stage, part.targets)) for target in targets}
+        check_schedule(build_schedule(plan.schedule, plan.num_stages, plan.num_microbatches), edges)
         mesh.make_groups(placement.owner_sets(), edges)
         shared: dict[tuple[int, ...], list[nn.Parameter]] = {}
         for name, parameter in placement.own.items():
@@ -115,6 +116,7 @@ class LiveStage:
         self._reduces = replicas is None
         randomness = Randomness(self._seed, mesh.stage, mesh.replica, mesh.device)
         self._pipeline = Pipeline(mesh, part, loss, randomness, self._recorder, replicas)
+        failures.watch(placement.model, self._pipeline)
         self._keep_output = keep_output
         self._outputs: tuple[list[Any], list[int], list[float]] | None = None
         self._num_calls = 0
@@ -166,7 +168,7 @@ class LiveStage:
 
     def full_state_dict(self) -> dict[str, Any] | None:
         """The whole model's state dict on rank 0, on the CPU; None elsewhere. Every rank must call it."""
-        with self._failures.caught(self._pipeline):
+        with self._failures.caught():
             return full_state_dict(self._mesh, self._placement)
 
     def save_checkpoint(self, path: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -178,7 +180,7 @@ class LiveStage:
         """
         from partitioner.executor import checkpoint  # torch's checkpoints take a second to import
 
-        with self._failures.caught(self._pipeline):
+        with self._failures.caught():
             training = {"num_steps": self._num_steps, "num_calls": self._num_calls, "seed": self._seed}
             problem = checkpoint.save(path, self._mesh, self._placement, optimizer, training)
         if problem:
@@ -188,7 +190,7 @@ class LiveStage:
         """Read what `save_checkpoint` wrote, under this or any other plan. Every rank must call it."""
         from partitioner.executor import checkpoint
 
-        with self._failures.caught(self._pipeline):
+        with self._failures.caught():
             training = checkpoint.load(path, self._mesh, self._placement, optimizer)
             self._num_steps, self._num_calls = int(training["num_steps"]), int(training["num_calls"])
 
@@ -200,7 +202,7 @@ class LiveStage:
         `inputs`: a tensor, a tuple of arguments or a dict of keyword arguments. All ranks of a replica pass the same.
         The loss is 0-d, detached and the same on every rank. Gradients are added to those already there.
         """
-        with self._failures.caught(self._pipeline):
+        with self._failures.caught():
             self._recorder.begin()
             microbatches, weights = self._prepared(inputs, target, self._loss)
             total, shares = self._shares(microbatches, weights)
@@ -221,7 +223,7 @@ class LiveStage:
 
         Nothing is switched to evaluation: `stage.module.eval()` does that.
         """
-        with self._failures.caught(self._pipeline), torch.no_grad():
+        with self._failures.caught(), torch.no_grad():
             microbatches, weights = self._prepared(inputs, None, self._own_loss)
             outputs = self._pipeline.evaluate(self._num_calls, microbatches)
             sizes = [microbatch.samples for microbatch in microbatches]
@@ -243,7 +245,7 @@ class LiveStage:
 
         A parameter that several stages share counts once. Every rank must call it.
         """
-        with self._failures.caught(self._pipeline):
+        with self._failures.caught():
             counted, own = [], []
             for name, parameter in self._placement.own.items():
                 if parameter.grad is not None:
@@ -272,7 +274,7 @@ class LiveStage:
 
     def timeline(self) -> Timeline:
         """What every rank did in the last step, on one clock. Every rank must call it."""
-        with self._failures.caught(self._pipeline):
+        with self._failures.caught():
             return self._recorder.timeline()
 
     # -- life
@@ -290,7 +292,7 @@ class LiveStage:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self._failures.note(error, self._pipeline)
+            self._failures.note(error)
         self.close()
 
     # -- inside

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -87,18 +86,20 @@ class Weights:
 
     def _add_checkpoint(self, path: Path) -> None:
         """In a checkpoint of ours, which has entries under "training.", the model's are under "model."."""
+        from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
         from torch.distributed.checkpoint.filesystem import FileSystemReader
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-        from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-        entries = FileSystemReader(path).read_metadata().state_dict_metadata
+        metadata = FileSystemReader(path).read_metadata()
+        entries = metadata.state_dict_metadata
         prefix = "model." if any(key.startswith("training.") for key in entries) else ""
 
         def read(key: str, entry: TensorStorageMetadata) -> torch.Tensor:
             tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                dcp_load({key: tensor}, storage_reader=FileSystemReader(path), no_dist=True)
+            planner, reader = DefaultLoadPlanner(), FileSystemReader(path)
+            planner.set_up_planner({key: tensor}, metadata, is_coordinator=True)
+            reader.set_up_storage_reader(metadata, is_coordinator=True)
+            reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
             return tensor
 
         for key, entry in entries.items():
