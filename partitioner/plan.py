@@ -28,7 +28,7 @@ class MemoryItems(Frozen):
     received: Bytes = 0
     """Tensors received from other stages, in flight together."""
     workspace: Bytes = 0
-    """The running micro-batch's own temporaries, gradients on their way, communication buckets."""
+    """Outputs sent and kept for their backward, in flight together; gradients on their way; communication buckets."""
     overhead: Bytes = 0
     """Context and allocator slack of the device."""
 

@@ -21,6 +21,7 @@ from partitioner.solver import solve
 from partitioner.solver.chain import Chain, best_split, cheapest_split, smallest_bottleneck, start_flags
 from partitioner.solver.evaluate import Replayer
 from partitioner.solver.limits import Limits
+from partitioner.solver.problem import Problem
 from partitioner.solver.settings import Setting, divisors, layouts, mesh_levels
 from partitioner.solver.settings import settings as every_setting
 from partitioner.specs import Link, Training
@@ -153,6 +154,19 @@ def test_pinned_layers_stay_where_they_are_pinned():
     assert sizes(plan) == [6, 2]
     plan = solve(profile, cluster(2), Training(batch_size=8, mesh={"pp": 2, "dp": 1}, pin={"2": 1, "0": 0}))
     assert sizes(plan) == [2, 6]
+
+
+def test_odd_requests_are_answered():
+    nothing = chain([0.0, 0.0, 1.0], tensor_bytes=10)
+    assert sum(sizes(solve(nothing, cluster(2), Training(batch_size=1)))) == 3
+    with pytest.raises(InfeasibleError, match="does not fit: layer 0, alone on stage 0"):
+        solve(chain([1.0]), cluster(1, memory_bytes=10, overhead_bytes=1_000), Training(batch_size=1))
+    uncut = chain([1.0] * 4, no_cut={str(k): "one module call" for k in range(1, 4)})
+    assert solve(uncut, cluster(4), Training(batch_size=8)).mesh == {"pp": 1, "dp": 4}
+    assert solve(uncut, cluster(4), Training(batch_size=7)).num_ranks == 1
+    apart = chain([1.0] * 4).model_copy(update={"tensors": ()})  # stages that do not wait for each other
+    plan = solve(apart, cluster(4), Training(batch_size=4, mesh={"pp": 4, "dp": 1}))
+    assert total_s(plan) == plan.lower_bound_s == 8.0
 
 
 def test_a_whole_split_by_hand_is_kept_and_compared_with_the_best():
@@ -434,6 +448,42 @@ def test_no_split_beats_the_plan_by_more_than_its_gap(seed, few_splits, monkeypa
     assert total_s(plan) <= best * (1.0 + 1e-9 if few_splits else 1.05)
     if few_splits:
         assert plan.gap < 1e-9
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_split_is_faster_than_the_lower_bound_of_its_setting(seed):
+    rng = random.Random(seed)
+    n, p, dp, m = rng.randrange(5, 10), rng.randrange(2, 6), rng.choice([1, 2]), rng.choice([1, 2, 5, 12, 24])
+    p = min(p, n)
+    graph = CostGraph(random_chain(rng, n).model_copy(update={"no_cut": {}}))
+    there = cluster(
+        p * dp,
+        link=rng.choice([SLOW, SLOWER]),
+        nodes=[rank // 2 for rank in range(p * dp)],
+        inter=SLOWER,
+        memory_bytes=rng.choice([LOTS, 2_000_000]),
+        speeds=[rng.choice([1.0, 3.0]) for _ in range(p * dp)] if seed % 3 == 0 else None,
+    )
+    for schedule in ("gpipe", "1f1b"):
+        for ranks in layouts(there, p, dp):
+            setting = Setting(p, dp, schedule, m, 1, ranks)
+            starts = start_flags(n, p, graph.allowed_cuts)
+            problem = Problem(graph, there, Training(batch_size=dp * m), setting, starts)
+            splits = np.array(list(itertools.combinations(range(1, n), p - 1)))
+            splits = splits[problem.fitting(splits)]
+            best = min(problem.replayer.total_s(splits)) if len(splits) else float("inf")
+            assert problem.bounds.quick() <= problem.bounds.tight() * (1 + 1e-9)
+            assert problem.bounds.tight() <= best * (1 + 1e-9)
+
+
+def test_equal_stages_reach_the_lower_bound():
+    profile = chain([1e-3] * 12, tensor_bytes=8_000)
+    for schedule in ("gpipe", "1f1b"):
+        request = Training(batch_size=64, mesh={"pp": 4, "dp": 1}, microbatches=64, schedule=schedule)
+        plan = solve(profile, cluster(4), request)
+        assert sizes(plan) == [3, 3, 3, 3]
+        assert plan.gap == pytest.approx(0, abs=1e-4)  # the precision of the bisection
+        assert plan.prediction.step_s == pytest.approx((64 + 3) * 6e-3)
 
 
 # What every plan must hold
