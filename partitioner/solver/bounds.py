@@ -79,7 +79,7 @@ class Bounds:
         m, p, schedule = self.setting.num_microbatches, self.setting.num_stages, self.setting.schedule
         before_s, forward_before_s = self.replayer.costs.before_s, self.replayer.costs.forward_before_s
         bound = 0.0
-        for ranks, speeds in zip(self.replayer.replicas, self._speeds, strict=True):
+        for line, speeds in zip(self._lines, self._speeds, strict=True):
             slowest = self._bottleneck(before_s, speeds, self.limits)
             if slowest == math.inf:
                 return math.inf
@@ -87,7 +87,6 @@ class Bounds:
             if self._in_line:
                 forward = self._bottleneck(forward_before_s, speeds)
                 backward = self._bottleneck(before_s - forward_before_s, speeds)
-                line = self._line(ranks, speeds)
                 again = max(forward, backward, float(line.there_s.max()), float(line.back_s.max()))
                 way = float(before_s[-1]) / float(speeds.max()) + float(line.hops_s[-1])
                 if schedule == "gpipe":
@@ -107,10 +106,7 @@ class Bounds:
         n, bound = self.replayer.graph.num_layers, total_s - self._optimizer_s
         positions, nearest = np.arange(n), []
         for s in range(self.setting.num_stages):
-            every = [
-                self._ends(s, positions, bound, self._line(ranks, speeds))
-                for ranks, speeds in zip(self.replayer.replicas, self._speeds, strict=True)
-            ]
+            every = [self._ends(s, positions, bound, line) for line in self._lines]
             ends = np.maximum.accumulate(np.minimum.reduce(every))
             nearest.append(np.minimum(np.searchsorted(ends, np.arange(n + 1), side="left"), np.arange(n + 1)))
         return nearest
@@ -139,16 +135,23 @@ class Bounds:
         hops = np.zeros(self.starts.shape)
         return smallest_bottleneck(Chain(prefix_s, tuple(speeds.tolist()), self.starts, hops, limits))
 
-    def _line(self, ranks: tuple[int, ...], speeds: Floats) -> Line:
-        """What is handed from layer to layer at a cut goes over the wire whatever else is cut."""
+    @cached_property
+    def _lines(self) -> list[Line]:
+        """By replica. What is handed from layer to layer at a cut goes over the wire whatever else is cut."""
         costs, cluster = self.replayer.costs, self.replayer.cluster
-        line = Line(speeds, np.zeros(len(ranks)), np.zeros(len(ranks)))
-        for s in range(1, len(ranks)):
-            link, at = cluster.link(ranks[s - 1], ranks[s]), self.starts[s]
-            if list(link.seconds) == sorted(link.seconds):  # more bytes never take less time
-                line.there_s[s] = link_times(link, costs.next_bytes[at]).min()
-                line.back_s[s] = link_times(link, costs.next_gradient_bytes[at]).min()
-        return line
+        times: dict[Link, tuple[Floats, Floats]] = {}
+        lines = []
+        for ranks, speeds in zip(self.replayer.replicas, self._speeds, strict=True):
+            line = Line(speeds, np.zeros(len(ranks)), np.zeros(len(ranks)))
+            for s in range(1, len(ranks)):
+                link, at = cluster.link(ranks[s - 1], ranks[s]), self.starts[s]
+                if list(link.seconds) == sorted(link.seconds):  # more bytes never take less time
+                    if link not in times:
+                        back_s = link_times(link, costs.next_gradient_bytes)
+                        times[link] = link_times(link, costs.next_bytes), back_s
+                    line.there_s[s], line.back_s[s] = (float(time[at].min()) for time in times[link])
+            lines.append(line)
+        return lines
 
     @cached_property
     def _first_sync_s(self) -> float:
