@@ -52,10 +52,10 @@ def interval_memory(
 ) -> dict[str, Any]:
     """The items of `MemoryItems`, overhead left out, of a stage of the layers [first, last): arrays broadcast.
 
-    held: micro-batches in flight, broadcast as well. One micro-batch holds what its layers save for backward, what the stage received
-    (the leaves that gradients go back to) and what it sent (where backward starts again); one gradient of each is on
-    its way at a time. Replicas of a whole model run under DistributedDataParallel, whose buckets hold the gradients a
-    second time; stages with replicas reduce theirs after the last backward through one bucket.
+    held: micro-batches in flight, broadcast as well. One micro-batch holds what its layers save for backward, what the
+    stage received (the leaves that gradients go back to) and what it sent (where backward starts again); one gradient
+    of each is on its way at a time. Replicas of a whole model run under DistributedDataParallel, whose buckets hold the
+    gradients a second time; stages with replicas reduce theirs after the last backward through one bucket.
     """
     i, j = np.asarray(first), np.asarray(last)
     costs, n = graph.at(samples), graph.num_layers
