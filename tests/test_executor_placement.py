@@ -187,6 +187,23 @@ def test_an_optimizer_made_too_early_is_refused_with_what_to_write() -> None:
     del optimizer
 
 
+def test_a_model_taken_over_already_is_refused_where_it_has_lost_its_values() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.PReLU())
+    state = copy.deepcopy(model.state_dict())
+    plan = plan_of(model, torch.zeros(2, 4), cuts=["1"])
+    Placement(plan, 0, model, CPU, None)
+    Placement(plan, 0, model, CPU, None)
+    with pytest.raises(ArgumentError, match=r"3 parameters of stage 1 are placeholders.*1\.weight, 1\.bias, 2\.weight"):
+        Placement(plan, 1, model, CPU, None)
+    assert torch.equal(Placement(plan, 1, model, CPU, state).own["1.weight"], state["1.weight"])
+
+
+def test_a_loss_with_parameters_of_its_own_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(ArgumentError, match="make it a part of the model"):
+        materialize(plan_of(model, torch.zeros(2, 4), pp=1), model, loss_fn=nn.Bilinear(4, 4, 1))
+
+
 def test_replicas_start_from_the_same_values(ranks: RankPool) -> None:
     def start(pp: int) -> dict[str, torch.Tensor]:
         import os

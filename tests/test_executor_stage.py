@@ -137,6 +137,13 @@ def test_real_models_give_one_devices_numbers(ranks: RankPool, name: str, pp: in
     assert_same(ranks, plan, case.model, [(case.inputs, case.target)] * 2, case.loss_fn)
 
 
+def test_shapes_may_change_from_step_to_step(ranks: RankPool) -> None:
+    case = models.build("gpt2")
+    plan = plan_for(case, pp=2, microbatches=2)
+    ids = [torch.randint(3, 101, shape) for shape in ((8, 12), (8, 7), (3, 20), (8, 12))]
+    assert_same(ranks, plan, case.model, [({"input_ids": x, "labels": x}, None) for x in ids], None)
+
+
 @pytest.mark.parametrize(("pp", "dp"), [(2, 1), (2, 2), (1, 2)])
 def test_accumulating_over_two_steps_adds_up(ranks: RankPool, pp: int, dp: int) -> None:
     case = models.build("tied")
@@ -208,6 +215,37 @@ def test_parameters_without_a_gradient_on_some_ranks(ranks: RankPool, pp: int, d
     cuts = {1: [], 2: ["last"], 3: ["experts.0", "last"]}[pp]
     plan = plan_of(model, (x,), pp=pp, dp=dp, microbatches=2, cuts=cuts)
     assert_same(ranks, plan, model, [(x, y)], F.mse_loss)
+
+
+class Router(nn.Module):
+    """Sends a micro-batch through the expert that its first number chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.experts[int(x[0, 0])](x)
+        return output
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize(("pp", "dp"), [(2, 2), (1, 2), (2, 1)])
+def test_micro_batches_and_replicas_that_use_different_parameters(
+    ranks: RankPool, pp: int, dp: int, steps: int
+) -> None:
+    """Also where the last micro-batch, in whose backward replicas are reduced, leaves out what an earlier one used."""
+    torch.manual_seed(0)
+    model, x, y = nn.Sequential(Router(), nn.Linear(8, 8)), torch.randn(8, 8), torch.randn(8, 8)
+    x[0, 0], x[2, 0], x[4, 0], x[6, 0] = 0.0, 1.0, 0.0, 0.0  # the four micro-batches' experts
+    plan = plan_of(model, (x,), pp=pp, dp=dp, microbatches=4 // dp, cuts=["1"][: pp - 1])
+    got = ranks.run(plan.num_ranks, step_on_ranks, plan, model, [(x, y)] * steps, F.mse_loss, False)
+    for k in range(0, 8, 2):
+        loss = F.mse_loss(model(x[k : k + 2]), y[k : k + 2]) * steps / 4
+        loss.backward()  # type: ignore[no-untyped-call]
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert len(expected) == 6
+    assert_close(joined([rank["gradients"] for rank in got]), expected)
 
 
 def test_a_stage_without_trainable_parameters_feeds_the_same_optimizer_line(ranks: RankPool) -> None:

@@ -54,6 +54,8 @@ class Placement:
         }
         self._first = {name: first for first, names in self.names.items() for name in names}
         self._near = near
+        if weights is None:
+            self._refuse_placeholders()
         self._take_over(None if weights is None else Weights(weights))
         parameters = dict(self.model.named_parameters())
         self.own: dict[str, nn.Parameter] = {
@@ -85,10 +87,10 @@ class Placement:
 
     def _check_fingerprint(self, plan: Plan) -> None:
         expected, found = plan.profile.fingerprint, fingerprint(self.model)
-        if not expected or expected == found:
-            return
         planned = {name: entry.shape for entry in plan.profile.parameters for name in entry.names}
         here = {name: tuple(p.shape) for name, p in self.model.named_parameters(remove_duplicate=False)}
+        if (not expected or expected == found) and planned == here:
+            return
         differing = [name for name in {**planned, **here} if planned.get(name) != here.get(name)]
         first = "its buffers or dtypes differ"
         if differing:
@@ -98,6 +100,18 @@ class Placement:
             f"the plan was made for another model: fingerprint {expected} in the plan, {found} here; {first}. "
             "Make the plan again for this model"
         )
+
+    def _refuse_placeholders(self) -> None:
+        lost = [
+            first
+            for first, owners in self.owners.items()
+            if self.stage in owners and _is_placeholder(self.model.get_parameter(first))
+        ]
+        if lost:
+            raise ArgumentError(
+                f"{len(lost)} parameters of stage {self.stage} are placeholders of an earlier materialize, "
+                f"{_listed(lost)}: build the model again, or pass weights="
+            )
 
     def _take_over(self, weights: Weights | None) -> None:
         meta = [
@@ -225,6 +239,12 @@ def _placeholder(parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
     else:
         value = 0 if dtype == torch.bool else torch.iinfo(dtype).min
     return torch.full((), value, dtype=dtype, device=device).expand(parameter.shape)
+
+
+def _is_placeholder(parameter: torch.Tensor) -> bool:
+    if parameter.is_meta or not parameter.numel() or (parameter.numel() > 1 and set(parameter.stride()) != {0}):
+        return False
+    return bool(parameter.detach()[(0,) * parameter.dim()].isnan())
 
 
 def _places(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset, DistributedSampler
 
-from partitioner.errors import NotBuiltError, SetupError
+from partitioner.errors import ArgumentError, NotBuiltError, SetupError
 from partitioner.executor.agreement import digest, refuse_differing
 from partitioner.executor.failures import Failures
 from partitioner.executor.mesh import Mesh, join_mesh
@@ -66,6 +66,10 @@ def materialize(
     for stage in plan.stages:
         if stage.recompute:
             raise NotBuiltError(f"stage {stage.index} of the plan recomputes activations, which is not built yet")
+    if isinstance(loss_fn, nn.Module) and any(parameter.requires_grad for parameter in loss_fn.parameters()):
+        raise ArgumentError(
+            "loss_fn has parameters to train: make it a part of the model, so that they are planned for"
+        )
     seconds = max(60.0, 10 * plan.prediction.step_s) if timeout is None else timeout
     mesh = join_mesh(plan, device, seconds)
     failures = Failures(mesh)
