@@ -18,7 +18,7 @@ from torch import nn
 
 from partitioner.errors import ArgumentError
 from partitioner.microbatches import MicroBatch
-from partitioner.tracing import tensors_in
+from partitioner.structures import tensors_in
 
 IGNORED = -100
 """The label that torch and Hugging Face leave out of the mean, unless told otherwise."""

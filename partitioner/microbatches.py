@@ -15,7 +15,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from partitioner.errors import ArgumentError, NotBuiltError
-from partitioner.tracing import map_tensors, tensors_in
+from partitioner.structures import map_tensors, tensors_in
 
 BatchDims = Mapping[str | int, int | None]
 """Argument name or position -> its own batch dimension, None: never cut. "target" is the target."""

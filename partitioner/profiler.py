@@ -29,7 +29,8 @@ from partitioner.microbatches import Cutter, MicroBatch, as_call
 from partitioner.profiles import Layer, LayerCost, Profile, Tensor
 from partitioner.restore import untouched
 from partitioner.slicing import Payload, Slice, SliceRun, alone, survey
-from partitioner.tracing import map_tensors, tensors_in, unwrap
+from partitioner.structures import map_tensors, tensors_in
+from partitioner.tracing import unwrap
 
 MIN_REPEATS, MAX_REPEATS = 5, 12
 """Of one layer; in between until the 95 % interval of its median is within 2 %."""
@@ -84,7 +85,7 @@ def profile(
         _measure(model, [p for size in sizes for p in probes[size]], where, everywhere, tell)
         if trace_dir is not None:
             _trace(model, [p for size in sizes for p in probes[size]], where, everywhere, Path(trace_dir))
-        step_s = ()
+        step_s: tuple[float, ...] = ()
         if whole_step and everywhere:
             tell("checking against whole steps", 0.9)
             step_s = _whole_steps(model, parts, sizes, loss, where)
@@ -113,7 +114,9 @@ def profile(
         parameters=last.parameters,
         microbatch_sizes=sizes,
         no_cut=last.no_cut,
-        keep_open=last.keep_open,
+        joinable=last.joinable,
+        glue=last.glue,
+        fire_hooks=last.fire_hooks,
         optimizer_s=optimizer_s,
         optimizer=optimizer,
         buffer_bytes=last.buffer_bytes,
@@ -272,8 +275,8 @@ class _Clock:
     def now(self) -> Any:
         if not self.cuda:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
         return event
 
     def between(self, first: Any, second: Any) -> float:

@@ -126,8 +126,13 @@ class Profile(Shown, Frozen):
     microbatch_sizes: Annotated[tuple[int, ...], Field(min_length=1)]
     no_cut: dict[str, str] = {}
     """Layer id -> why no cut is possible just before it."""
-    keep_open: tuple[str, ...] = ()
-    """Modules that hand out a tensor made from the model's inputs alone: every rank makes it, so none may skip them."""
+    joinable: tuple[str, ...] = ()
+    """Modules around layers that may run whole where no cut goes through: called once, and nothing that their own code
+    leaves behind is needed on every rank."""
+    glue: dict[str, int] = {}
+    """Moments between layers -> how many torch functions ran then: a run in which more do has taken another way."""
+    fire_hooks: tuple[str, ...] = ()
+    """Modules whose forward hooks keep tensors for later: ranks that skip the module fire them on what it sends."""
     optimizer_s: Seconds = 0.0
     """One optimizer step over the whole model."""
     optimizer: str = "adamw"

@@ -6,9 +6,9 @@ What the replay assumes of the executor:
 - A send does not block the sender. The message leaves when the action that made it has ended and the wire is free: from
   one rank to another there is one wire a direction, with one message on it at a time, in the order of sending.
   Different pairs of ranks do not slow each other.
-- An action starts when its rank is free and all that it receives has arrived. `overlap=True`: receives are posted ahead,
-  so a message travels while the receiver computes. `overlap=False`: a receive is posted when its action is next, so
-  nothing travels before; the receiver waits for its messages one after another, in the order of their source.
+- An action starts when its rank is free and all that it receives has arrived. `overlap=True`: receives are posted
+  ahead, so a message travels while the receiver computes. `overlap=False`: a receive is posted when its action is
+  next, so nothing travels before; the receiver waits for its messages one after another, in the order of their source.
 - Gradient sync of a stage starts after the last backward of its rank, in every replica.
 - The optimizer runs after the step and is no part of it.
 """

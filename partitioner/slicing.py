@@ -2,39 +2,35 @@
 
     earlier layers      return stand-ins: shape and dtype only, as the earlier stage logged them
     glue before stage   runs where its inputs are real (masks, positions); on stand-ins it follows the log
-    own first layer     the stand-ins that were received become real tensors, in place: every reference resolves
+    end of the log      the stand-ins that were received become real tensors, in place: every reference resolves
     own layers, glue    run as they are
     next stage's layer  ends the forward; what later stages still need is collected
 
-The log says, for every call and torch function of the earlier stages, what came out. A forward that goes another way
-than the log says is an error on the spot, never another number.
+The log (see `logbook`) says, for every call and torch function of the earlier stages, what came out. A forward that
+goes another way than the log says is an error on the spot, never another number.
 """
 
 from __future__ import annotations
 
-import io
 import pickle
+import random
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
-from torch.utils import swap_tensors
 
-from partitioner.capture import ROOT, Capture
+from partitioner.capture import Capture, copied
 from partitioner.errors import UnsupportedModelError
+from partitioner.logbook import Arguments, Decoder, Encoder, Entry, pickled
 from partitioner.profiles import Profile
-from partitioner.tracing import (
-    HOST_READS,
-    RANDOM,
-    Watcher,
-    map_tensors,
-    opaques_in,
-    tensors_in,
-    unwatched,
-    watching,
-)
+from partitioner.recording import ROOT
+from partitioner.standins import StandIn, exchange
+from partitioner.structures import map_tensors, tensors_in
+from partitioner.tracing import HOST_READS, Watcher, may_draw, unwatched, unwrap, watching
 
 
 @dataclass
@@ -59,104 +55,6 @@ class SliceRun:
     leaves: dict[int, list[torch.Tensor | None]] = field(default_factory=dict)
 
 
-class _Leaf:
-    """A place in a logged structure; not a container, so that structures are walked around it."""
-
-    __slots__ = ()
-
-
-class _Made(_Leaf):
-    """A tensor that came into being there."""
-
-    __slots__ = ("device", "dtype", "requires_grad", "shape", "stride")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.shape = tuple(tensor.shape)
-        self.stride = tuple(tensor.stride()) if tensor.layout == torch.strided else None
-        self.dtype, self.device, self.requires_grad = tensor.dtype, tensor.device.type, tensor.requires_grad
-
-
-class _Argument(_Leaf):
-    """The very object that was the k-th tensor (or the k-th opaque object) of the arguments."""
-
-    __slots__ = ("index", "opaque")
-
-    def __init__(self, index: int, opaque: bool) -> None:
-        self.index, self.opaque = index, opaque
-
-
-class _Withheld(_Leaf):
-    """An object of an earlier stage with tensors inside that cannot be sent, such as a key-value cache."""
-
-    __slots__ = ("kind",)
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-
-
-class _Absent:
-    """Stands where such an object was: may be handed on, may not be looked into."""
-
-    def __init__(self, kind: str) -> None:
-        vars(self)["kind"] = kind
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise UnsupportedModelError(
-            f"the forward reads .{name} of a {self.kind} that an earlier stage made; only tensors in tuples, lists, "
-            f"dicts and dataclasses travel between stages. Pin the layers around it to one stage"
-        )
-
-
-class _Entry(NamedTuple):
-    """What one call or torch function did: its name, its result as a structure, the arguments it changed in place."""
-
-    name: str
-    result: Any
-    writes: tuple[int, ...]
-
-
-@dataclass
-class _Log:
-    """What the stages so far did, by the name of the moment."""
-
-    calls: dict[str, _Entry] = field(default_factory=dict)
-    functions: dict[str, _Entry] = field(default_factory=dict)
-    host: dict[str, Any] = field(default_factory=dict)
-
-
-class _StandIn(torch.Tensor):
-    """Looks like a tensor of another stage and holds nothing; computing with it is an error that names it."""
-
-    label: str
-
-    @staticmethod
-    def __new__(cls, made: _Made, label: str, device: torch.device | None) -> _StandIn:
-        stand_in: _StandIn = torch.Tensor._make_wrapper_subclass(
-            cls,
-            made.shape,
-            strides=made.stride,
-            dtype=made.dtype,
-            device=device or torch.device(made.device),
-            requires_grad=made.requires_grad,
-        )
-        stand_in.label = label
-        return stand_in
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.detach.default:
-            return args[0]
-        labels = [tensor.label for tensor in tensors_in((args, kwargs)) if isinstance(tensor, _StandIn)]
-        raise UnsupportedModelError(
-            f"{func} needs the tensor {labels[0]!r}, which an earlier stage makes and did not send: the forward reads "
-            f"it where the captured one did not. Pin the layers around it to one stage (pin={{layer: stage}})"
-        )
-
-
 class _Reached(BaseException):
     """The forward has come to the next stage's first layer."""
 
@@ -178,14 +76,25 @@ class Slice:
         join: bool = True,
         device: torch.device | None = None,
     ) -> None:
-        self.model, self.stage, self.device = model, stage, device
+        self.model, self.stage, self.device = unwrap(model), stage, device
         self.num_stages = max(stage_of.values()) + 1
-        self.stage_of, tracked = (_joined if join else _single)(profile, stage_of)
-        names = {name: module for name, module in model.named_modules()}
-        missing = [path for path in tracked if path not in names]
+        self.stage_of, tracked = (_joined if join else _single)(profile, _with_uncalled(profile, stage_of))
+        modules = dict(self.model.named_modules())
+        missing = [path for path in tracked if path not in modules]
         if missing:
             raise UnsupportedModelError(f"the model has no module {missing[0]!r}, which the plan places")
-        self.tracked = {id(names[path]): path for path in tracked}
+        self.tracked = {id(modules[path]): path for path in tracked}
+        self.fire_hooks, self.glue = frozenset(profile.fire_hooks), profile.glue
+        self.captured = frozenset(layer.id for layer in profile.layers)
+        inner = {id(sub) for path in self._layer_paths() for sub in modules[path].modules() if sub is not modules[path]}
+        self.counted = {number: path for number, path in self.tracked.items() if number in inner}
+        """Watched modules that are also called inside of layers."""
+        self.strangers: dict[int, str] = {}
+        """Parameters of other stages."""
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        for parameter in profile.parameters:
+            if stage not in ({stage_of[layer] for layer in parameter.layers} or {0}):
+                self.strangers[id(parameters[parameter.names[0]])] = parameter.names[0]
         self.routes: dict[int, list[str]] = {}
         sources = {stage - 1} if stage else set()
         for tensor in profile.tensors:
@@ -203,7 +112,14 @@ class Slice:
         self.sources = tuple(sorted(sources))
         self.targets = tuple(sorted(self.routes))
         self.wanted = frozenset(name for route in self.routes.values() for name in route)
-        self.buffers = {id(buffer) for buffer in model.buffers()}
+        self.buffers = {id(buffer) for buffer in self.model.buffers()}
+        self._buffer_places = [
+            (module._buffers, name, buffer)
+            for module in self.model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self._headers: dict[int, tuple[bytes, Any]] = {}
 
     def run(
         self,
@@ -221,21 +137,43 @@ class Slice:
         """
         walk = _Walk(self, received or {}, on_begin)
         if self.stage:
-            args, kwargs = map_tensors((args, dict(kwargs)), _alias)
-        with torch._C.DisableTorchFunction():
-            for k, tensor in enumerate(tensors_in((args, kwargs))):
-                walk.named.setdefault(f"input:{k}", tensor)
+            writes = any(entry.writes for entry in walk.log)
+            args, kwargs = map_tensors((args, dict(kwargs)), copied if writes else _alias)
+        walk.note_inputs((args, kwargs))
+        output: Any = None
+        ended_early = False
         try:
-            with watching(walk):
-                output = self.model(*args, **kwargs)
-                walk.begin()
-        except _Reached:
-            output = None
-        if on_end is not None:
-            on_end()
-        if self.stage + 1 == self.num_stages:
-            return SliceRun(output=output, leaves=walk.leaves)
-        return SliceRun(sends=walk.collect(), leaves=walk.leaves)
+            try:
+                with watching(walk):
+                    output = self.model(*args, **kwargs)
+                    walk.begin()
+                    walk.follow_call("")
+                walk.keep_survivors()
+                ended_early = True
+            except _Reached:
+                pass
+            if walk.failure is not None:
+                raise walk.failure
+            if on_end is not None:
+                on_end()
+            if self.stage + 1 == self.num_stages:
+                walk.refuse_stand_ins(output)
+                return SliceRun(output=output, leaves=walk.leaves)
+            return SliceRun(sends=walk.collect(ended_early), leaves=walk.leaves)
+        finally:
+            walk.put_back()
+
+    def opened_header(self, source: int, header: bytes) -> Any:
+        """What a header says; the last one of each source is remembered."""
+        known = self._headers.get(source)
+        if known is None or known[0] != header:
+            names, strayed, next_call, entries = pickle.loads(header)
+            log = None if entries is None else [Entry(*entry) for entry in entries]
+            known = self._headers[source] = (header, (names, strayed, next_call, log))
+        return known[1]
+
+    def _layer_paths(self) -> set[str]:
+        return {name.partition("#")[0] for name in self.stage_of if name != ROOT}
 
 
 class _Walk(Watcher):
@@ -244,216 +182,379 @@ class _Walk(Watcher):
     def __init__(
         self, part: Slice, received: Mapping[int, Payload], on_begin: Callable[[dict[str, torch.Tensor]], None] | None
     ) -> None:
-        super().__init__(part.tracked)
+        super().__init__(part.tracked, part.counted)
         self.part, self.received, self.on_begin = part, received, on_begin
         self.local = part.stage == 0
         self.last = part.stage + 1 == part.num_stages
         self.named: dict[str, torch.Tensor] = {}
+        """Before the stage's own part: all tensors by name; then those that later stages want."""
+        self.alive: dict[str, weakref.ref[torch.Tensor]] = {}
+        """All tensors that the stage's own part made or received."""
         self.leaves: dict[int, list[torch.Tensor | None]] = {}
-        self.log = _Log()
-        self.names: dict[int, tuple[tuple[str | None, bool], ...]] = {}
+        self.log: list[Entry] = []
+        self.own: list[Entry] = []
+        self.position = 0
+        self.next_call: str | None = None
+        """The call that the stage before stopped at; "" where its forward came to its end."""
+        self.stopped_at = ""
+        self.names: dict[int, tuple[tuple[str, bool], ...]] = {}
+        self.survivors: dict[str, torch.Tensor] = {}
+        self.swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.ended = False
+        self.strayed = False
+        """The forward goes another way than the captured one did: what later stages need is not known."""
+        self.python_state: Any = None
         for source, payload in received.items():
-            self.names[source], log = pickle.loads(payload.header)
+            self.names[source], strayed, next_call, log = part.opened_header(source, payload.header)
+            self.strayed |= strayed
             if log is not None:
-                self.log = log
+                self.log, self.next_call = log, next_call
         if self.local and on_begin is not None:
             on_begin({})
+
+    def note_inputs(self, inputs: Any) -> None:
+        with torch._C.DisableTorchFunction():
+            for k, tensor in enumerate(tensors_in(inputs)):
+                self.named.setdefault(f"input:{k}", tensor)
+
+    def follow_call(self, call_id: str) -> None:
+        """The first call of the stage's own part must be the one that the stage before stopped at."""
+        expected, self.next_call = self.next_call, None
+        if expected is not None and expected != call_id:
+            raise self.other_way(*(f"calls {name}" if name else "returns" for name in (call_id, expected)))
+
+    def stop(self, call_id: str) -> None:
+        """The stage's part is over: what is alive now, and may be needed, must outlive the model's own references."""
+        self.ended, self.stopped_at = True, call_id
+        self.keep_survivors()
+        raise _Reached
+
+    def keep_survivors(self) -> None:
+        self.survivors = {name: tensor for name in self.alive if (tensor := self.alive[name]()) is not None}
 
     # -- what happens
 
     def on_read(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.local and name in ("__repr__", "__format__") and isinstance(args[0], StandIn):
+            return f"<{args[0].label} of an earlier stage>"
         return func(*args, **kwargs)
 
     def on_function(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.ended:
+            raise _Reached
         moment = self.next_name()
         if not self.local:
-            return self.before(moment, name, func, args, kwargs)
+            if self.position < len(self.log):
+                return self.before(moment, name, func, args, kwargs)
+            self.begin()
+        self.refuse_strangers(args)
         if self.last:
             return func(*args, **kwargs)
-        given = tensors_in((args, kwargs))
-        versions = [_version(tensor) for tensor in given]
-        result = func(*args, **kwargs)
+        if self.num_functions > self.part.glue.get(self.moment, 0):
+            self.strayed = True
+        given = Arguments(args, kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except Exception as error:
+            self.own.append(Entry(moment, name, error=pickled(error)))
+            raise
         if name in HOST_READS:
-            self.log.host[moment] = result
-        else:
-            self.log.functions[moment] = _entry(name, result, given, versions, ())
-            self.name(moment, result)
+            self.own.append(Entry(moment, name, result))
+            return result
+        encoder = Encoder(given)
+        entry = Entry(moment, name, encoder(result), _written(name, given), (), len(given.tensors))
+        if kwargs and isinstance(kwargs.get("generator"), torch.Generator):
+            entry = entry._replace(generator=kwargs["generator"].get_state().numpy().tobytes())
+        self.own.append(entry)
+        self.name(moment, encoder.tensors, moment)
         return result
 
     def before(
         self, moment: str, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Glue ahead of the stage's own part: run it on real tensors, follow the log on stand-ins."""
-        given = tensors_in((args, kwargs))
-        entry = self.log.functions.get(moment)
-        if entry is not None and entry.name != name:
-            raise self.other_way(f"calls {name}", f"called {entry.name}")
-        if name not in RANDOM and not any(self.foreign(tensor) for tensor in given):
-            result = func(*args, **kwargs)
-            if name not in HOST_READS:
-                self.name(moment, result, keep=True)
-            return result
+        entry = self.follow(moment, name)
         if name in HOST_READS:
-            if moment not in self.log.host:
-                raise self.other_way(f"reads values with {name}", "did not")
-            return self.log.host[moment]
-        if entry is None:
-            raise self.other_way(f"calls {name}", "called nothing more")
-        return self.replay(moment, moment, entry, args, kwargs)
+            return entry.result
+        if may_draw(name, func) or any(map(self.is_foreign, tensors_in((args, kwargs)))):
+            if kwargs and isinstance(kwargs.get("generator"), torch.Generator) and entry.generator is not None:
+                kwargs["generator"].set_state(torch.frombuffer(bytearray(entry.generator), dtype=torch.uint8))
+            return self.replay(moment, entry, args, kwargs)
+        result = func(*args, **kwargs)
+        for k, tensor in enumerate(tensors_in(result)):
+            self.named[moment if k == 0 else f"{moment}:{k}"] = tensor
+        return result
 
-    def foreign(self, tensor: torch.Tensor) -> bool:
+    def follow(self, moment: str, name: str) -> Entry:
+        """The next entry of the log, which must be of the same moment and name."""
+        entry = self.log[self.position]
+        if (entry.moment, entry.name) != (moment, name):
+            raise self.other_way(f"runs {name} ({moment})", f"ran {entry.name} ({entry.moment})")
+        self.position += 1
+        if entry.error is not None:
+            error = pickle.loads(entry.error)
+            raise error
+        return entry
+
+    def is_foreign(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's values are another stage's affair: stand-ins, parameters, buffers."""
-        return isinstance(tensor, (_StandIn, nn.Parameter)) or tensor.requires_grad or id(tensor) in self.part.buffers
+        return isinstance(tensor, (StandIn, nn.Parameter)) or tensor.requires_grad or id(tensor) in self.part.buffers
 
     def on_checkpoint(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.ended:
+            raise _Reached
         moment = self.next_name()
+        if not self.local and self.position == len(self.log):
+            self.begin()
         result = run(*args, **kwargs) if self.local else args[0](*args[2:])
-        self.name(moment, result, keep=not self.local)
+        with torch._C.DisableTorchFunction():
+            self.name(moment, tensors_in(result), moment)
         return result
 
-    def on_call(self, path: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def on_region(self) -> None:
+        if not self.local and self.position == len(self.log):
+            self.begin()
+
+    def on_call(
+        self, path: str, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if self.ended:
+            raise _Reached
         call_id = self.enter(path) if path else ROOT
         if path in self.part.stage_of or call_id in self.part.stage_of:
-            return self.layer(call_id, run, args, kwargs)
+            return self.layer(call_id, module, run, args, kwargs)
         self.at(f">{call_id}")
-        result = run(*args, **kwargs)
-        self.at(call_id)
+        given = Arguments(args, kwargs)
+        try:
+            result = run(*args, **kwargs)
+        finally:
+            self.at(call_id)
         with torch._C.DisableTorchFunction():
-            self.name_outputs(call_id, result)
+            encoder = Encoder(given)
+            encoder(result)
+            for _, content in given.refilled():
+                encoder.container(content)
+            self.name(f"{call_id}:0", encoder.tensors, call_id)
         return result
 
-    def layer(self, call_id: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        stage = self.part.stage_of.get(call_id, self.part.stage)
+    def layer(
+        self, call_id: str, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if not self.local:
-            entry = self.log.calls.get(call_id)
-            if entry is not None:
-                with torch._C.DisableTorchFunction():
-                    result = self.replay(f"{call_id}:0", call_id, entry, args, kwargs)
+            if self.position < len(self.log):
                 self.at(call_id)
+                with torch._C.DisableTorchFunction():
+                    result = self.replay(f"{call_id}:0", self.follow(call_id, call_id), args, kwargs)
+                    if self.tracked[id(module)] in self.part.fire_hooks:
+                        self.fire_hooks(module, args, kwargs, result)
                 return result
-            if stage < self.part.stage:
-                raise self.other_way(f"calls {call_id}", "did not")
             self.begin()
-        if stage > self.part.stage:
-            raise _Reached
-        if stage < self.part.stage:
+        self.follow_call(call_id)
+        stage = self.part.stage_of.get(call_id)
+        if stage is None:  # called more often than when it was captured: wherever its parameters are
+            self.refuse_strangers(tuple(module.parameters()))
+        elif stage > self.part.stage:
+            self.stop(call_id)
+        elif stage < self.part.stage:
             raise self.other_way(f"calls {call_id} after a layer of stage {self.part.stage}", "placed it before")
-        with unwatched():
-            if self.last:
-                result = run(*args, **kwargs)
-            else:
-                given, opaque = tensors_in((args, kwargs)), opaques_in((args, kwargs))
-                versions = [_version(tensor) for tensor in given]
-                result = run(*args, **kwargs)
-                self.log.calls[call_id] = _entry(call_id, result, given, versions, opaque)
-                self.name_outputs(call_id, result)
-        self.at(call_id)
+        try:
+            with unwatched():
+                return run(*args, **kwargs) if self.last else self.logged(call_id, run, args, kwargs)
+        finally:
+            self.at(call_id)
+
+    def logged(self, call_id: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if call_id not in self.part.captured and call_id not in self.part.stage_of:
+            self.strayed = True
+        given = Arguments(args, kwargs)
+        counts = dict(self.num_calls) if self.counted else {}
+        python_state = _python_state() if self.python_state is None else self.python_state
+        try:
+            result = run(*args, **kwargs)
+        except Exception as error:
+            self.own.append(Entry(call_id, call_id, error=pickled(error)))
+            raise
+        self.python_state = _python_state()
+        encoder = Encoder(given)
+        code = encoder(result)
+        self.own.append(
+            Entry(
+                call_id,
+                call_id,
+                code,
+                given.written(),
+                tuple((k, encoder.container(content)) for k, content in given.refilled()),
+                len(given.tensors),
+                None if _equal_states(python_state, self.python_state) else self.python_state,
+                counts=tuple((path, n - counts.get(path, 0)) for path, n in self.num_calls.items()) if counts else (),
+            )
+        )
+        self.name(f"{call_id}:0", encoder.tensors, call_id)
         return result
+
+    def fire_hooks(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Let hooks that keep tensors for later keep these; the module itself ran on an earlier stage."""
+        with unwatched():
+            for number, hook in list(module._forward_hooks.items()):
+                if number in module._forward_hooks_with_kwargs:
+                    hook(module, args, kwargs, result)
+                else:
+                    hook(module, args, result)
 
     def other_way(self, here: str, there: str) -> UnsupportedModelError:
-        return UnsupportedModelError(
-            f"stage {self.part.stage} {here} after {self.moment or 'the start'}, where the earlier stage {there}: "
-            f"the forward takes another way on this rank. Start all ranks with the same PYTHONHASHSEED, and let the "
-            f"forward depend only on its inputs and torch's random numbers"
+        return self.failed(
+            UnsupportedModelError(
+                f"stage {self.part.stage} {here} after {self.moment or 'the start'}, where the earlier stage {there}: "
+                f"the forward takes another way on this rank. Start all ranks with the same PYTHONHASHSEED, and let "
+                f"the forward depend only on its inputs, torch's random numbers and what its modules keep"
+            )
         )
+
+    def refuse_strangers(self, tensors: tuple[Any, ...]) -> None:
+        for tensor in tensors:
+            name = self.part.strangers.get(id(tensor))
+            if name is not None:
+                raise self.failed(
+                    UnsupportedModelError(
+                        f"stage {self.part.stage} uses the parameter {name!r} after {self.moment or 'the start'}, "
+                        f"where the captured forward did not, so that it lives on another stage: capture with inputs "
+                        f"and flags that take this way, or pin the layers around it to one stage"
+                    )
+                )
+
+    def refuse_stand_ins(self, output: Any) -> None:
+        """Everything that the model returns must have arrived."""
+        for tensor in tensors_in(output):
+            if isinstance(tensor, StandIn):
+                raise UnsupportedModelError(
+                    f"the output holds the tensor {tensor.label!r}, which an earlier stage made and did not send, as "
+                    f"the captured forward did not return it: capture with the inputs and flags of this call"
+                )
 
     # -- names
 
-    def name(self, moment: str, result: Any, keep: bool = False) -> None:
-        for k, tensor in enumerate(tensors_in(result)):
-            name = moment if k == 0 else f"{moment}:{k}"
-            if keep or name in self.part.wanted:
+    def name(self, first: str, tensors: Sequence[torch.Tensor], prefix: str) -> None:
+        """Tensors of one result; the first is called `first`, the k-th "prefix:k"."""
+        for k, tensor in enumerate(tensors):
+            name = first if k == 0 else f"{prefix}:{k}"
+            if not self.local:
                 self.named[name] = tensor
-
-    def name_outputs(self, call_id: str, result: Any) -> None:
-        for k, tensor in enumerate(tensors_in(result)):
-            if not self.local or f"{call_id}:{k}" in self.part.wanted:
-                self.named[f"{call_id}:{k}"] = tensor
+            elif not self.last:
+                if name in self.part.wanted:
+                    self.named[name] = tensor
+                self.alive[name] = weakref.ref(tensor)
 
     # -- stand-ins
 
-    def replay(self, first: str, moment: str, entry: _Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def replay(self, first: str, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result as it was logged, with stand-ins for its tensors; `first` is what its first tensor is called."""
-        given = tensors_in((args, kwargs))
-        opaque: list[Any] | None = None
+        given = Arguments(args, kwargs)
+        moment = entry.moment
+        if entry.num_given != len(given.tensors):
+            raise self.other_way(f"gives {len(given.tensors)} tensors to {moment}", f"gave {entry.num_given}")
         for index in entry.writes:
-            target = given[index]
-            if isinstance(target, _StandIn):
-                continue
-            if target._base is not None:
-                raise UnsupportedModelError(
-                    f"at {moment} an earlier stage writes through a view of a tensor that this stage made itself; "
-                    f"pin the layers around {moment} to one stage"
-                )
-            swap_tensors(target, _StandIn(_Made(target), moment, self.part.device))
-        count = 0
+            self.stand_in_for(given.tensors[index], moment)
 
-        def restore(leaf: Any) -> Any:
-            nonlocal count, opaque
-            if isinstance(leaf, _Argument) and leaf.opaque:
-                opaque = opaques_in((args, kwargs)) if opaque is None else opaque
-                return opaque[leaf.index]
-            if isinstance(leaf, _Withheld):
-                return _Absent(leaf.kind)
-            if not isinstance(leaf, (_Argument, _Made)):
-                return leaf
-            name = first if count == 0 else f"{moment}:{count}"
-            count += 1
-            tensor = given[leaf.index] if isinstance(leaf, _Argument) else _StandIn(leaf, name, self.part.device)
-            self.named[name] = tensor
-            return tensor
+        def make(k: int, made: Any) -> torch.Tensor:
+            return StandIn(made, first if k == 0 else f"{moment}:{k}", self.part.device)
 
-        return map_tensors(entry.result, lambda tensor: tensor, restore)
+        decoder = Decoder(given, make)
+        result = decoder(entry.result)
+        for index, content in entry.refills:
+            decoder.refill(index, content)
+        for k, tensor in enumerate(decoder.tensors):
+            self.named[first if k == 0 else f"{moment}:{k}"] = tensor
+        if entry.random_states is not None:
+            random.setstate(entry.random_states[0])
+            np.random.set_state(entry.random_states[1])
+        for path, count in entry.counts:
+            self.num_calls[path] += count
+        return result
+
+    def stand_in_for(self, target: torch.Tensor, moment: str) -> None:
+        """An earlier stage wrote into a tensor: from here on its values, and those of its views, are not here."""
+        if isinstance(target, StandIn) or id(target) in self.part.buffers:
+            return
+        storage = _storage(target)
+        aliases = [other for other in self.named.values() if not isinstance(other, StandIn)]
+        for alias in [target, *(other for other in aliases if other is not target and _storage(other) == storage)]:
+            if not isinstance(alias, StandIn):
+                old = StandIn.like(alias, moment, self.part.device)
+                exchange(alias, old)
+                self.swapped.append((alias, old))
 
     def begin(self) -> None:
         """The stage's own part starts: put in what was received, wherever the stand-ins have got to."""
         if self.local:
             return
+        if self.position < len(self.log):
+            entry = self.log[self.position]
+            raise self.other_way("ends", f"ran {entry.name} ({entry.moment})")
         self.local = True
         with torch._C.DisableTorchFunction():
             filled: dict[str, torch.Tensor] = {}
+            taken: set[int] = set()
             for source, names in self.names.items():
                 tensors = iter(self.received[source].tensors)
                 leaves: list[torch.Tensor | None] = []
                 for name, requires_grad in names:
-                    if name is None:
-                        continue
                     value, leaf = next(tensors).detach(), None  # another object: the payload's own stays what it is
                     if requires_grad and torch.is_grad_enabled():
                         leaf = value.requires_grad_()
-                        value = leaf.clone()
                     leaves.append(leaf)
                     target = self.named.get(name)
-                    if target is not None and not any(target is other for other in filled.values()):
+                    if target is not None and id(target) not in taken:
+                        taken.add(id(target))
                         filled[name] = target
-                        swap_tensors(target, value)
+                        exchange(target, _like(value, target, copy=leaf is not None))
                 self.leaves[source] = leaves
             self.named = {name: tensor for name, tensor in self.named.items() if name in self.part.wanted}
+            if not self.last:
+                self.alive = {name: weakref.ref(tensor) for name, tensor in filled.items()}
         if self.on_begin is not None:
             self.on_begin(filled)
 
-    def collect(self) -> dict[int, Payload]:
-        """What each later stage needs from this one; the next one gets the log too."""
+    def put_back(self) -> None:
+        """Tensors that outlive the forward, and are another stage's affair, become what they were again."""
+        for target, old in reversed(self.swapped):
+            if isinstance(target, StandIn):
+                exchange(target, old)
+        if self.part.stage:
+            for table, name, buffer in self.part._buffer_places:
+                if isinstance(table.get(name), StandIn):
+                    table[name] = buffer
+
+    def collect(self, ended_early: bool = False) -> dict[int, Payload]:
+        """What each later stage needs from this one; the next one gets the log too.
+
+        Where the forward took another way than the captured one, or is over already, all that is alive goes along:
+        something there takes the place of what was captured.
+        """
+        self.strayed |= ended_early or any(self.real(name) is None for name in self.part.wanted)
         sends = {}
         for target, route in self.part.routes.items():
-            names: list[tuple[str | None, bool]] = []
-            tensors = []
-            for name in route:
-                tensor = self.named.get(name)
-                if tensor is None or isinstance(tensor, _StandIn):
-                    names.append((None, False))
-                else:
-                    names.append((name, tensor.requires_grad))
-                    tensors.append(tensor)
-            log = self.log if target == self.part.stage + 1 else None
-            header = _pickled((tuple(names), log))
+            found = {name: tensor for name in route if (tensor := self.real(name)) is not None}
+            if self.strayed:
+                known = {id(tensor) for tensor in found.values()}
+                for name, tensor in self.survivors.items():
+                    if not isinstance(tensor, StandIn) and id(tensor) not in known:
+                        known.add(id(tensor))
+                        found[name] = tensor
+            log = [tuple(entry) for entry in (*self.log, *self.own)] if target == self.part.stage + 1 else None
+            names = tuple((name, tensor.requires_grad) for name, tensor in found.items())
+            header = pickled((names, self.strayed, self.stopped_at, log))
             if header is None:
                 raise UnsupportedModelError(
                     f"what stage {self.part.stage} did cannot be described to the next one: a value that the model "
                     f"read from a tensor, or a layer's result, cannot be pickled"
                 )
-            sends[target] = Payload(header, tensors)
+            sends[target] = Payload(header, [_resolved(tensor) for tensor in found.values()])
         return sends
+
+    def real(self, name: str) -> torch.Tensor | None:
+        """The tensor of that name, if it is here and has values."""
+        tensor = self.named.get(name, self.survivors.get(name))
+        return None if isinstance(tensor, StandIn) else tensor
 
 
 @dataclass
@@ -495,15 +596,19 @@ class _Surveyor(_Walk):
         self.needs, self.needs_gradient = needs, needs_gradient
         self.payloads: dict[str, Payload] = {}
 
-    def layer(self, call_id: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def layer(
+        self, call_id: str, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if call_id in self.needs:
             with torch._C.DisableTorchFunction():
                 names = {_base(name): self.needs_gradient[name] for name in self.needs[call_id]}
-                tensors = [self.named[name].detach().clone() for name in names]
-            header = _pickled((tuple(names.items()), self.log))
+                found = [(name, self.named[name]) for name in names if name in self.named]
+                tensors = [tensor.detach().clone() for _, tensor in found]
+            log = [tuple(entry) for entry in self.own]
+            header = pickled((tuple((name, names[name]) for name, _ in found), False, call_id, log))
             if header is not None:
                 self.payloads[call_id] = Payload(header, tensors)
-        return super().layer(call_id, run, args, kwargs)
+        return super().layer(call_id, module, run, args, kwargs)
 
 
 def chain(
@@ -513,12 +618,16 @@ def chain(
     *,
     before_each: Callable[[], None] = lambda: None,
 ) -> tuple[list[SliceRun], Callable[[torch.Tensor], None]]:
-    """All stages one after another in this process, and the backward through them for a loss of the last output."""
+    """All stages one after another in this process, and the backward through them for a loss of the last output.
+
+    Each stage gets a copy of the inputs, and contiguous copies of what is sent to it, as over a wire.
+    """
     runs: list[SliceRun] = []
     for part in slices:
         received = {source: _sent(runs[source].sends[part.stage]) for source in part.sources}
+        mine_args, mine_kwargs = map_tensors((args, dict(kwargs)), copied)
         before_each()
-        runs.append(part.run(args, kwargs, received))
+        runs.append(part.run(mine_args, mine_kwargs, received))
 
     def backward(loss: torch.Tensor) -> None:
         if loss.requires_grad:  # not where nothing at all is trained
@@ -530,7 +639,8 @@ def chain(
 
 
 def _sent(payload: Payload) -> Payload:
-    return Payload(payload.header, [tensor.detach().clone() for tensor in payload.tensors])
+    copies = [torch.empty(t.shape, dtype=t.dtype, device=t.device).copy_(t.detach()) for t in payload.tensors]
+    return Payload(payload.header, copies)
 
 
 def gradients_of(run: SliceRun, source: int) -> list[torch.Tensor | None]:
@@ -556,8 +666,8 @@ def backward_through(run: SliceRun, gradients: Mapping[int, Sequence[torch.Tenso
 def _joined(profile: Profile | Capture, stage_of: Mapping[str, int]) -> tuple[dict[str, int], set[str]]:
     """Layers joined to whole modules where no cut goes through; and every module that has to be watched.
 
-    A module is taken whole if all its layers are on one stage, none of them begins a later stage (then glue inside
-    the module runs on the stage before), none is called twice, and no tensor of its inside is used on another stage.
+    A module is taken whole if it may be, all its layers are on one stage, none of them begins a later stage (then glue
+    inside the module runs on the stage before), and no tensor of its inside is used on another stage.
     """
     ids = [layer.id for layer in profile.layers]
     first = {next(name for name in ids if stage_of[name] == stage) for stage in set(stage_of.values())} - {ids[0]}
@@ -576,7 +686,7 @@ def _joined(profile: Profile | Capture, stage_of: Mapping[str, int]) -> tuple[di
     def whole(path: str, names: list[str]) -> bool:
         if len({stage_of[name] for name in names}) > 1 or any(name in first for name in names):
             return False
-        if path in profile.keep_open or any(name.split("#")[0] in repeated for name in names):
+        if path not in profile.joinable or any(name.split("#")[0] in repeated for name in names):
             return False
         return not any(name.startswith((f"{path}.", f">{path}/", f">{path}.")) for name in leaking)
 
@@ -584,8 +694,21 @@ def _joined(profile: Profile | Capture, stage_of: Mapping[str, int]) -> tuple[di
     for path in sorted(below, key=lambda path: path.count(".")):
         if not any(path.startswith(f"{other}.") for other in joined) and whole(path, below[path]):
             joined[path] = stage_of[below[path][0]]
-    alone = {name: stage_of[name] for name in ids if not any(name.startswith(f"{path}.") for path in joined)}
+    alone = {name: stage for name, stage in stage_of.items() if not any(name.startswith(f"{path}.") for path in joined)}
     return _single(profile, joined | alone)
+
+
+def _with_uncalled(profile: Profile | Capture, stage_of: Mapping[str, int]) -> dict[str, int]:
+    """The split, and where modules with parameters belong that were not called when the model was captured."""
+    known = {name.partition("#")[0] for name in stage_of}
+    around = {path[:k] for path in known for k, letter in enumerate(path) if letter == "."} | {""}
+    found = dict(stage_of)
+    for parameter in profile.parameters:
+        path = parameter.names[0].rpartition(".")[0]
+        inside = ROOT in known or any(path == name or path.startswith(f"{name}.") for name in known)
+        if not inside and path not in around and len(parameter.layers) == 1:
+            found[path] = stage_of[parameter.layers[0]]
+    return found
 
 
 def _single(profile: Profile | Capture, stage_of: Mapping[str, int]) -> tuple[dict[str, int], set[str]]:
@@ -598,22 +721,8 @@ def _single(profile: Profile | Capture, stage_of: Mapping[str, int]) -> tuple[di
     return dict(stage_of), tracked
 
 
-def _entry(name: str, result: Any, given: list[torch.Tensor], versions: list[int], opaque: Sequence[Any]) -> _Entry:
-    places = {id(tensor): k for k, tensor in reversed(list(enumerate(given)))}
-    kept = {id(item): k for k, item in enumerate(opaque)}
-
-    def look(tensor: torch.Tensor) -> _Leaf:
-        return _Argument(places[id(tensor)], False) if id(tensor) in places else _Made(tensor)
-
-    def keep(item: Any) -> Any:
-        if id(item) in kept:
-            return _Argument(kept[id(item)], True)
-        return item if _pickled(item) is not None else _Withheld(type(item).__name__)
-
-    writes = tuple(
-        k for k, tensor in enumerate(given) if _version(tensor) != versions[k] and not isinstance(tensor, nn.Parameter)
-    )
-    return _Entry(name, map_tensors(result, look, keep), writes)
+def _written(name: str, given: Arguments) -> tuple[int, ...]:
+    return (0,) if name == "set data" else given.written()
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -621,30 +730,48 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.requires_grad else tensor.detach()
 
 
+def _like(value: torch.Tensor, target: torch.Tensor, copy: bool) -> torch.Tensor:
+    """The received values with the strides that they had where they were made: some functions look at those."""
+    if value.stride() != target.stride() and _is_dense(target):
+        made = torch.empty_strided(value.shape, target.stride(), dtype=value.dtype, device=value.device)
+        return made.copy_(value)
+    return value.clone() if copy else value
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the strides are those of a contiguous tensor whose dimensions were reordered."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor whose memory holds its values: no conjugation or sign waiting to be applied."""
+    if tensor.is_conj():
+        tensor = tensor.resolve_conj()
+    return tensor.resolve_neg() if tensor.is_neg() else tensor
+
+
 def _base(name: str) -> str:
     """The tensor's own name, without the moment of its last change in place."""
     return name.split("@")[0]
 
 
-def _version(tensor: torch.Tensor) -> int:
+def _storage(tensor: torch.Tensor) -> int:
     try:
-        return tensor._version
-    except RuntimeError:  # inference tensors keep no version
-        return 0
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):
+        return id(tensor)
 
 
-class _Pickler(pickle.Pickler):
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            raise pickle.PicklingError("tensors do not travel in the header")
-        return NotImplemented
+def _python_state() -> tuple[Any, Any]:
+    return random.getstate(), np.random.get_state()
 
 
-def _pickled(value: Any) -> bytes | None:
-    """`value` as bytes; None where it cannot be, or holds a tensor."""
-    buffer = io.BytesIO()
-    try:
-        _Pickler(buffer, protocol=5).dump(value)
-    except (pickle.PicklingError, TypeError, AttributeError, RecursionError):
-        return None
-    return buffer.getvalue()
+def _equal_states(first: tuple[Any, Any], second: tuple[Any, Any]) -> bool:
+    (python, numpy), (other_python, other_numpy) = first, second
+    return bool(python == other_python and numpy[2] == other_numpy[2] and (numpy[1] == other_numpy[1]).all())

@@ -1,8 +1,8 @@
 """Watch a model's own forward: every call of a tracked module and every torch function between those calls.
 
-Both halves of the work use it: `capture` writes down what happens, `slicing` decides what happens.
+Both halves of the work use it: `recording` writes down what happens, `slicing` decides what happens.
 Nothing of the model is changed: `nn.Module.__call__` and `autograd.Function.apply` are replaced while a watcher is
-active on this thread, and only there; everybody else gets the original.
+active, and act differently only on its thread; everybody else gets the original.
 
 A moment in a forward has a name that does not depend on how many modules are tracked below it:
 
@@ -16,16 +16,15 @@ Tensors are named after the moment and the order in which they were made then: "
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.utils.checkpoint as checkpointing
 from torch import nn
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
@@ -35,9 +34,9 @@ READS = frozenset(
     "is_neg is_coalesced sym_size is_shared is_pinned data_ptr untyped_storage storage type_as_string "
     "register_hook register_post_accumulate_grad_hook retain_grad __dir__ __reduce_ex__ __setstate__ "
     "is_tensor is_storage result_type can_cast promote_types get_default_dtype is_grad_enabled __class__ "
-    "is_autocast_enabled".split()
+    "is_autocast_enabled _set_grad_enabled set_grad_enabled _record_function_enter_new".split()
 )
-"""Functions that read what a tensor is like, not what it holds."""
+"""Functions that read what a tensor is like, not what it holds, or set how torch works from here on."""
 
 TENSOR_PROPERTIES = frozenset("T mT H mH real imag data grad".split())
 """Properties whose value is a tensor; every other property only reads what the tensor is like."""
@@ -49,15 +48,16 @@ HOST_READS = frozenset(
 """Functions that bring a tensor's values to Python, where the model may branch on them."""
 
 RANDOM = frozenset(
-    "rand randn rand_like randn_like bernoulli bernoulli_ normal normal_ uniform_ multinomial randint randint_like "
-    "randperm dropout dropout_ dropout1d dropout2d dropout3d feature_dropout feature_dropout_ alpha_dropout "
-    "alpha_dropout_ feature_alpha_dropout exponential_ gumbel_softmax rrelu rrelu_ native_dropout random_ log_normal_ "
-    "cauchy_ geometric_ poisson binomial fractional_max_pool2d fractional_max_pool3d trunc_normal_ "
-    "scaled_dot_product_attention".split()
+    "rand randn rand_like randn_like bernoulli bernoulli_ normal normal_ uniform uniform_ multinomial randint "
+    "randint_like randperm dropout dropout_ dropout1d dropout2d dropout3d feature_dropout feature_dropout_ "
+    "alpha_dropout alpha_dropout_ feature_alpha_dropout feature_alpha_dropout_ exponential exponential_ "
+    "gumbel_softmax rrelu rrelu_ native_dropout _fused_dropout random random_ log_normal log_normal_ cauchy cauchy_ "
+    "geometric geometric_ poisson binomial _standard_gamma _sample_dirichlet fractional_max_pool2d "
+    "fractional_max_pool3d fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices trunc_normal_ "
+    "scaled_dot_product_attention multi_head_attention_forward lstm gru rnn_tanh rnn_relu "
+    "kaiming_uniform_ kaiming_normal_ xavier_uniform_ xavier_normal_ orthogonal_ sparse_".split()
 )
 """Functions that may draw random numbers; on other ranks their results are received, never drawn again."""
-
-PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, torch.layout)
 
 
 def function_name(func: Callable[..., Any]) -> str:
@@ -73,80 +73,34 @@ def is_read(name: str) -> bool:
     """Whether a function only reads or sets what a tensor is like."""
     if name.startswith("get "):
         return name[4:] not in TENSOR_PROPERTIES
-    return name in READS or (name.startswith("set ") and name != "set data")
+    return name in READS or (name.startswith("set ") and name != "set data") or name.startswith("_record_function")
 
 
-def map_tensors(value: Any, change: Callable[[torch.Tensor], Any], opaque: Callable[[Any], Any] | None = None) -> Any:
-    """`value` with every tensor replaced, through any nesting of tuple, list, dict, dataclass and named tuple.
-
-    Containers are copied, never changed; what is none of these goes through `opaque`, or stays as it is.
-    """
-
-    def walk(item: Any) -> Any:
-        if isinstance(item, torch.Tensor):
-            return change(item)
-        if isinstance(item, PLAIN) or isinstance(item, (nn.Module, type)):
-            return item
-        if isinstance(item, tuple):
-            parts = [walk(part) for part in item]
-            if isinstance(item, nn.utils.rnn.PackedSequence):
-                return tuple.__new__(type(item), parts)
-            if hasattr(item, "_fields"):
-                return type(item)(*parts)
-            return tuple(parts) if type(item) is tuple else type(item)(parts)
-        if type(item) is list:
-            return [walk(part) for part in item]
-        if isinstance(item, dict):
-            made = copy.copy(item)
-            for key, part in item.items():
-                new = walk(part)
-                if new is not part:
-                    made[key] = new
-            return made
-        if dataclasses.is_dataclass(item):
-            made = copy.copy(item)
-            for key, part in vars(item).items():
-                new = walk(part)
-                if new is not part:
-                    object.__setattr__(made, key, new)
-            return made
-        return opaque(item) if opaque is not None else item
-
-    return walk(value)
+def may_draw(name: str, func: Callable[..., Any]) -> bool:
+    """Whether a second run may give something else: random functions, and those that torch knows nothing about."""
+    return name in RANDOM or name.startswith("apply ") or isinstance(func, _CUSTOM)
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Every tensor in `value`, in the order `map_tensors` meets them."""
-    found: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(value, note)
-    return found
+_CUSTOM = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 
 
-def opaques_in(value: Any) -> list[Any]:
-    """Every object in `value` that is neither a tensor, a container nor a plain value: caches, configurations."""
-    found: list[Any] = []
-
-    def note(item: Any) -> Any:
-        found.append(item)
-        return item
-
-    map_tensors(value, lambda tensor: tensor, note)
-    return found
+Failure = TypeVar("Failure", bound=Exception)
 
 
 class Watcher(ABC):
-    """Told of every tracked call and every torch function outside of untracked depths."""
+    """Told of every tracked call and every torch function outside of untracked depths.
 
-    def __init__(self, tracked: Mapping[int, str]) -> None:
+    `counted`: modules whose calls are counted in those depths too, since they are also called outside.
+    """
+
+    def __init__(self, tracked: Mapping[int, str], counted: Mapping[int, str] | None = None) -> None:
         self.tracked = tracked
+        self.counted = counted or {}
         self.moment = ""
         self.num_functions = 0
         self.num_calls: Counter[str] = Counter()
+        self.failure: Exception | None = None
+        """The first error that was reported, which the model's own code may have swallowed."""
 
     def enter(self, path: str) -> str:
         """Count a call of the module at `path`; its id."""
@@ -163,8 +117,15 @@ class Watcher(ABC):
         self.num_functions += 1
         return name
 
+    def failed(self, error: Failure) -> Failure:
+        """Remember an error before it is raised."""
+        self.failure = self.failure or error
+        return error
+
     @abstractmethod
-    def on_call(self, path: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def on_call(
+        self, path: str, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """A tracked module is called; `run(*args, **kwargs)` is the original call, hooks included."""
 
     @abstractmethod
@@ -176,17 +137,23 @@ class Watcher(ABC):
         """A reentrant checkpoint of torch: `args` are the function, the RNG flag and the function's own arguments."""
 
     @abstractmethod
+    def on_region(self) -> None:
+        """A checkpoint without reentrance begins; it is about to save its inputs."""
+
+    @abstractmethod
     def on_read(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A torch function that only reads or sets what a tensor is like."""
 
 
 class _Current(threading.local):
     watcher: Watcher | None = None
+    counting: Watcher | None = None
 
 
 _current = _Current()
 _module_call = nn.Module.__call__
 _function_apply = torch.autograd.Function.__dict__["apply"].__func__
+_frame_init = checkpointing._CheckpointFrame.__init__
 
 
 class _Functions(TorchFunctionMode):
@@ -206,14 +173,18 @@ class _Functions(TorchFunctionMode):
 
 def _watched_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     watcher = _current.watcher
-    path = None if watcher is None else watcher.tracked.get(id(module))
-    if watcher is None or path is None:
+    if watcher is None:
+        if _current.counting is not None and id(module) in _current.counting.counted:
+            _current.counting.enter(_current.counting.counted[id(module)])
+        return _module_call(module, *args, **kwargs)
+    path = watcher.tracked.get(id(module))
+    if path is None:
         return _module_call(module, *args, **kwargs)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return _module_call(module, *args, **kwargs)
 
-    return watcher.on_call(path, run, args, kwargs)
+    return watcher.on_call(path, module, run, args, kwargs)
 
 
 def _watched_apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
@@ -231,33 +202,69 @@ def _watched_apply(function: type[torch.autograd.Function], *args: Any, **kwargs
         return watcher.on_function(f"apply {function.__qualname__}", run, args, kwargs)
 
 
+def _watched_frame_init(frame: Any, *args: Any, **kwargs: Any) -> None:
+    if _current.watcher is not None:
+        _current.watcher.on_region()
+    _frame_init(frame, *args, **kwargs)
+
+
+class _Patch:
+    """The replaced methods, for as long as any thread watches."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_watchers = 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._num_watchers += 1
+            if self._num_watchers == 1:
+                nn.Module.__call__ = _watched_call  # type: ignore[method-assign]
+                torch.autograd.Function.apply = classmethod(_watched_apply)  # type: ignore[method-assign, assignment]
+                checkpointing._CheckpointFrame.__init__ = _watched_frame_init  # type: ignore[method-assign, assignment]
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._num_watchers -= 1
+            if self._num_watchers == 0:
+                nn.Module.__call__ = _module_call  # type: ignore[method-assign]
+                torch.autograd.Function.apply = classmethod(_function_apply)  # type: ignore[method-assign, assignment]
+                checkpointing._CheckpointFrame.__init__ = _frame_init  # type: ignore[method-assign]
+
+
+_patch = _Patch()
+
+
 @contextmanager
 def watching(watcher: Watcher) -> Iterator[None]:
     """Tell `watcher` of what happens on this thread, until the block ends in whatever way."""
     if _current.watcher is not None:
         raise RuntimeError("a forward is watched already on this thread")
-    nn.Module.__call__ = _watched_call  # type: ignore[method-assign]
-    torch.autograd.Function.apply = classmethod(_watched_apply)  # type: ignore[method-assign, assignment]
-    _current.watcher = watcher
-    try:
-        with _Functions(watcher):
-            yield
-    finally:
-        _current.watcher = None
-        nn.Module.__call__ = _module_call  # type: ignore[method-assign]
-        torch.autograd.Function.apply = classmethod(_function_apply)  # type: ignore[method-assign, assignment]
+    with _patch:
+        _current.watcher = watcher
+        try:
+            with _Functions(watcher):
+                yield
+        finally:
+            _current.watcher = None
 
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """Inside: neither calls nor functions are told, as in the depths of a layer."""
-    watcher = _current.watcher
+    """Inside: neither calls nor functions are told, as in the depths of a layer; only counted, where that is asked."""
+    watcher, counting = _current.watcher, _current.counting
     _current.watcher = None
+    _current.counting = watcher if watcher is not None and watcher.counted else None
     try:
         with _pop_mode_temporarily():
             yield
     finally:
-        _current.watcher = watcher
+        _current.watcher, _current.counting = watcher, counting
+
+
+def watcher_here() -> Watcher | None:
+    """The watcher of this thread, where the code that runs now is told to it."""
+    return _current.watcher
 
 
 def unwrap(model: nn.Module) -> nn.Module:

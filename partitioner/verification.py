@@ -21,7 +21,8 @@ from partitioner.report.pages import Facts, Page, Prose
 from partitioner.restore import untouched
 from partitioner.selfcheck import worst_difference
 from partitioner.specs import Frozen, Seconds
-from partitioner.tracing import map_tensors, unwrap
+from partitioner.structures import map_tensors
+from partitioner.tracing import unwrap
 
 TOLERANCE = 1e-5
 """fp32: max|g - ref| <= 1e-5 x max(max|ref|, 1e-4 x the model's largest gradient)."""

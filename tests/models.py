@@ -1,10 +1,11 @@
-"""Small models for the tests and benchmarks: Hugging Face classes from their configs with random weights, and plain ones.
+"""Small models for tests and benchmarks: Hugging Face classes from their configs, random weights, and plain ones.
 
 Each factory gives (model, args, kwargs, target, loss_fn); loss_fn None means the model's own loss.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -153,12 +154,12 @@ class UNet(nn.Module):
         self.first = nn.Conv2d(3, width, 3, padding=1)
         self.down = nn.ModuleList(
             nn.Sequential(nn.Conv2d(a, b, 3, stride=2, padding=1), nn.GroupNorm(4, b), nn.SiLU())
-            for a, b in zip(sizes, sizes[1:], strict=False)
+            for a, b in itertools.pairwise(sizes)
         )
         self.bottom = nn.Sequential(nn.Conv2d(sizes[-1], sizes[-1], 3, padding=1), nn.SiLU())
         self.up = nn.ModuleList(
             nn.Sequential(nn.Conv2d(b + a, a, 3, padding=1), nn.GroupNorm(4, a), nn.SiLU())
-            for a, b in reversed(list(zip(sizes, sizes[1:], strict=False)))
+            for a, b in reversed(list(itertools.pairwise(sizes)))
         )
         self.last = nn.Conv2d(width, 3, 1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 
 import models
@@ -45,7 +46,7 @@ def given_profile(
         ),
         tensors=tuple(
             Tensor(id=f"{a}:0", producer=a, consumers=(b,), shape=(microbatch,), dtype="float32", bytes_at=(64,))
-            for a, b in zip(names, names[1:], strict=False)
+            for a, b in itertools.pairwise(names)
         ),
         parameters=(),
         microbatch_sizes=(microbatch,),

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from partitioner.errors import ArgumentError
 from partitioner.executor.mesh import Mesh
-from partitioner.tracing import tensors_in
+from partitioner.structures import tensors_in
 
 MAX_ELEMENTS = 2**16
 """Of a larger tensor, this many elements evenly spread are looked at."""

@@ -23,7 +23,7 @@ from partitioner.losses import Loss
 from partitioner.microbatches import MicroBatch
 from partitioner.schedule import Action, build_schedule, forward_only
 from partitioner.slicing import Payload, Slice, SliceRun, backward_through, gradients_of
-from partitioner.tracing import map_tensors
+from partitioner.structures import map_tensors
 
 
 class WholeModel:

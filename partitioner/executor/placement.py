@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from partitioner.capture import ROOT, fingerprint
+from partitioner.capture import fingerprint
+from partitioner.recording import ROOT
 from partitioner.errors import ArgumentError, PlanMismatchError
 from partitioner.executor.mesh import Mesh
 from partitioner.executor.weights import Weights

@@ -1,0 +1,167 @@
+"""Watch what a forward keeps on its modules in plain Python: numbers, lists, caches, configurations, generators.
+
+An attribute that one layer changes and another place reads must not be cut apart: a rank that skips the layer would
+read what was there before. What tensors hold is followed elsewhere; here names and containers count.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from partitioner.structures import PLAIN, is_same, opened
+
+Place = tuple[int, int]
+"""(operation, call that it happens in)"""
+
+_INTERNALS = frozenset(vars(nn.Module()))
+_STATELESS = (*PLAIN, torch.Tensor, nn.Module, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
+_HEAP_TYPE = 1 << 9
+"""Flag of classes written in Python: their attribute access can be watched."""
+_MAX_ITEMS = 1000
+
+
+class Attribute:
+    """One attribute of one object, or one container that attributes refer to: where it was read, where changed."""
+
+    def __init__(self, name: str, value: Any) -> None:
+        self.name, self.value = name, value
+        self.content = _content(value)
+        self.reads: list[Place] = []
+        self.writes: list[Place] = []
+
+    def look(self) -> None:
+        """Whether it holds something else than when it was read last: then it was changed from there."""
+        now = _content(self.value)
+        if len(now) != len(self.content) or not all(map(is_same, now, self.content)):
+            self.writes.append(self.reads[-1])
+            self.content = now
+
+
+class Attributes:
+    """All attributes that a forward reads and changes; `here` tells where it is.
+
+    Watched are the model's modules and the objects of Python classes that their attributes lead to.
+    """
+
+    def __init__(self, model: nn.Module, here: Callable[[], Place]) -> None:
+        self._here = here
+        self._paths = {id(module): path for path, module in model.named_modules()}
+        self._names: dict[tuple[int, str], Attribute] = {}
+        self._containers: dict[int, Attribute] = {}
+        self._objects: list[Any] = []
+        self._classes: dict[type, list[tuple[str, Any]]] = {}
+
+    def changed(self) -> list[Attribute]:
+        """Those that were changed, after a last look."""
+        for container in self._containers.values():
+            container.look()
+        return [item for item in (*self._names.values(), *self._containers.values()) if item.writes]
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Learn of every attribute that is read or set, until the block ends.
+
+        Replaces how nn.Module and other classes look up and set attributes, in all threads; for one single forward.
+        """
+        self._watch_class(nn.Module)
+        try:
+            yield
+        finally:
+            for cls, replaced in self._classes.items():
+                for name, original in replaced:
+                    if original is None:
+                        delattr(cls, name)
+                    else:
+                        setattr(cls, name, original)
+
+    def _watch_class(self, cls: type) -> None:
+        get_plainly: Any = cls.__getattribute__
+        set_plainly: Any = cls.__setattr__
+
+        def get(item: Any, name: str) -> Any:
+            if id(item) in self._paths and name not in _INTERNALS:
+                state = object.__getattribute__(item, "__dict__")
+                if name in state:
+                    self._read(item, name, state[name])
+                elif name in state.get("_buffers", ()):
+                    self._read(item, name, state["_buffers"][name])
+            return get_plainly(item, name)
+
+        def put(item: Any, name: str, value: Any) -> None:
+            set_plainly(item, name, value)
+            watched = id(item) in self._paths and name not in _INTERNALS
+            if watched and not isinstance(
+                value, (nn.Module, nn.Parameter)
+            ):  # also the same value: another time it may differ
+                self._named(item, name).writes.append(self._here())
+
+        self._classes[cls] = [(name, cls.__dict__.get(name)) for name in ("__getattribute__", "__setattr__")]
+        cls.__getattribute__ = get  # type: ignore[method-assign, assignment]
+        cls.__setattr__ = put  # type: ignore[method-assign, assignment]
+
+    def _read(self, item: Any, name: str, value: Any) -> None:
+        here = self._here()
+        attribute = self._named(item, name)
+        attribute.reads.append(here)
+        if isinstance(value, _STATELESS):
+            return
+        if _is_watchable(value):
+            if id(value) not in self._paths:
+                self._paths[id(value)] = attribute.name
+                self._objects.append(value)
+                if type(value) not in self._classes:
+                    self._watch_class(type(value))
+            return
+        container = self._containers.get(id(value))
+        if container is None:
+            container = self._containers[id(value)] = Attribute(attribute.name, value)
+        elif container.reads[-1] != here:
+            container.look()
+        container.reads.append(here)
+
+    def _named(self, item: Any, name: str) -> Attribute:
+        key = (id(item), name)
+        if key not in self._names:
+            path = self._paths[id(item)]
+            self._names[key] = Attribute(f"{path}.{name}" if path else name, None)
+        return self._names[key]
+
+
+def _is_watchable(value: Any) -> bool:
+    cls, inside = type(value), opened(value)
+    if (
+        (inside is not None and inside.kind != "object")
+        or not cls.__flags__ & _HEAP_TYPE
+        or not hasattr(value, "__dict__")
+    ):
+        return False
+    return cls.__module__.partition(".")[0] not in ("torch", "numpy", "builtins", "random", "enum", "re", "functools")
+
+
+def _content(value: Any, depth: int = 2) -> list[Any]:
+    """Items by which one state of a mutable object is told from another; they are compared one by one."""
+    if isinstance(value, _STATELESS) or not depth:
+        return [value]
+    if isinstance(value, torch.Generator):
+        return [value.get_state().cpu().numpy().tobytes()]
+    if isinstance(value, random.Random):
+        return [repr(value.getstate())]
+    if isinstance(value, np.random.Generator):
+        return [repr(value.bit_generator.state)]
+    if isinstance(value, (set, frozenset)):
+        return [value, *sorted(map(id, value))]
+    inside = opened(value)
+    if inside is None:
+        return [value]
+    found: list[Any] = [len(inside.parts)]
+    for part in inside.parts[-_MAX_ITEMS:]:
+        found += _content(part, depth - 1)
+    return found

@@ -1,0 +1,273 @@
+"""What the stages so far did, as plain data that travels ahead of them: one entry for each call and torch function.
+
+An entry tells a later stage what came out without its values: which tensors were made, with which shapes; which were
+the very arguments; which arguments were changed in place; which containers were filled. From it the later stage builds
+the same Python values around stand-ins.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import pickle
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from partitioner.errors import UnsupportedModelError
+from partitioner.structures import PLAIN, Opened, is_same, opened, opened_record
+
+
+class Entry(NamedTuple):
+    """One call, torch function or host read, as it was logged. All but `moment` and `name` may be empty."""
+
+    moment: str
+    name: str
+    result: Any = None
+    """Encoded; for a host read the value itself."""
+    writes: tuple[int, ...] = ()
+    """Tensors of the arguments that were changed in place."""
+    refills: tuple[tuple[int, Any], ...] = ()
+    """Containers of the arguments that were filled anew, with what they then held."""
+    num_given: int = 0
+    """Tensors of the arguments."""
+    random_states: tuple[Any, Any] | None = None
+    """States of `random` and of NumPy afterwards, where it drew from them."""
+    generator: bytes | None = None
+    """State of the torch generator that it was given, afterwards."""
+    counts: tuple[tuple[str, int], ...] = ()
+    """Calls inside, of modules that are also called outside."""
+    error: bytes | None = None
+    """The exception that left it."""
+
+
+class Made(NamedTuple):
+    """What a tensor is like, without its values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None
+    dtype: str
+    device: str
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Made:
+        stride = tuple(tensor.stride()) if tensor.layout == torch.strided and not tensor.is_nested else None
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return cls(tuple(tensor.shape), stride, dtype, tensor.device.type, tensor.requires_grad)
+
+
+class Arguments:
+    """The tensors, containers and opaque objects that a call was given, as they were before it."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.objects: list[Any] = []
+        self._contents: list[Opened | None] = []
+        for item in (*args, *kwargs.values()):
+            self._note(item)
+        self._versions = [version(tensor) for tensor in self.tensors]
+
+    def _note(self, item: Any) -> None:
+        if isinstance(item, torch.Tensor):
+            self.tensors.append(item)
+            return
+        if isinstance(item, (*PLAIN, nn.Module)):
+            return
+        inside = opened(item)
+        if inside is None or inside.kind not in ("tuple", "slice"):
+            self.objects.append(item)
+            self._contents.append(inside)
+        if inside is not None:
+            for part in inside.parts:
+                self._note(part)
+
+    def written(self) -> tuple[int, ...]:
+        """Places of the tensors that have been changed in place since."""
+        return tuple(
+            k
+            for k, tensor in enumerate(self.tensors)
+            if version(tensor) != self._versions[k] and not isinstance(tensor, nn.Parameter)
+        )
+
+    def refilled(self) -> list[tuple[int, Opened]]:
+        """Places of the containers that hold something else since, and what they hold."""
+        found = []
+        for k, before in enumerate(self._contents):
+            now = None if before is None else opened(self.objects[k])
+            if before is None or now is None:
+                continue
+            same = now.keys == before.keys and len(now.parts) == len(before.parts)
+            if not same or not all(map(is_same, now.parts, before.parts)):
+                found.append((k, now))
+        return found
+
+
+# The encoding: nested tuples of plain values, the first item says what.
+_PLAIN, _MADE, _AGAIN, _TENSOR, _OBJECT, _CONTAINER, _PICKLED, _WITHHELD = range(8)
+
+
+class Encoder:
+    """Turns results into plain data. `tensors` are the different tensors met so far; their order names them."""
+
+    def __init__(self, given: Arguments) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._places = {id(tensor): k for k, tensor in reversed(list(enumerate(given.tensors)))}
+        self._objects = {id(item): k for k, item in enumerate(given.objects)}
+        self._met: dict[int, int] = {}
+
+    def __call__(self, item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            return self._tensor(item)
+        if isinstance(item, PLAIN):
+            return (_PLAIN, item)
+        if id(item) in self._objects:
+            return (_OBJECT, self._objects[id(item)])
+        inside = opened(item) or opened_record(item)
+        if inside is not None and _is_findable(inside.cls):
+            return self.container(inside)
+        pickled_item = None if inside is not None else pickled(item)
+        return (_WITHHELD, type(item).__name__) if pickled_item is None else (_PICKLED, pickled_item)
+
+    def container(self, inside: Opened) -> Any:
+        keys: Any = inside.keys
+        if any(not isinstance(key, PLAIN) for key in keys):
+            keys = pickled(keys)
+            if keys is None:
+                return (_WITHHELD, inside.cls.__name__)
+        cls = inside.cls
+        name = None if cls in (tuple, list, dict) else (cls.__module__, cls.__qualname__)
+        return (_CONTAINER, inside.kind, name, keys, tuple(map(self, inside.parts)))
+
+    def _tensor(self, tensor: torch.Tensor) -> Any:
+        if id(tensor) in self._met:
+            return (_AGAIN, self._met[id(tensor)])
+        self._met[id(tensor)] = len(self.tensors)
+        self.tensors.append(tensor)
+        if id(tensor) in self._places:
+            return (_TENSOR, self._places[id(tensor)])
+        return (_MADE, *Made.of(tensor))
+
+
+class Decoder:
+    """Builds what an `Encoder` met, around the arguments that are here; `make` makes the k-th different tensor."""
+
+    def __init__(self, given: Arguments, make: Callable[[int, Made], torch.Tensor]) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._given, self._make = given, make
+
+    def __call__(self, code: Any) -> Any:
+        kind = code[0]
+        if kind == _PLAIN:
+            return code[1]
+        if kind == _CONTAINER:
+            return self.container(code).built(list(map(self, code[4])))
+        if kind == _MADE:
+            self.tensors.append(self._make(len(self.tensors), Made(*code[1:])))
+            return self.tensors[-1]
+        if kind == _AGAIN:
+            return self.tensors[code[1]]
+        if kind == _TENSOR:
+            self.tensors.append(self._given.tensors[code[1]])
+            return self.tensors[-1]
+        if kind == _OBJECT:
+            return self._given.objects[code[1]]
+        return pickle.loads(code[1]) if kind == _PICKLED else Absent(code[1])
+
+    def container(self, code: Any) -> Opened:
+        _, kind, name, keys, _ = code
+        if isinstance(keys, bytes):
+            keys = pickle.loads(keys)
+        cls = {"tuple": tuple, "list": list, "dict": dict}[kind] if name is None else _class_named(*name)
+        if cls is None:
+            raise UnsupportedModelError(f"this rank knows no class, or several, of the name {'.'.join(name)}")
+        return Opened(kind, cls, keys, [])
+
+    def refill(self, index: int, code: Any) -> None:
+        """Let a container of the arguments hold what it held after the logged call."""
+        if code[0] == _WITHHELD:
+            raise UnsupportedModelError(f"what a layer put into a {code[1]} cannot be described to later stages")
+        self.container(code).refill(self._given.objects[index], list(map(self, code[4])))
+
+
+class Absent:
+    """Stands where an object of an earlier stage was that cannot be sent: may be handed on, may not be looked into."""
+
+    def __init__(self, kind: str) -> None:
+        vars(self)["kind"] = kind
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedModelError(
+            f"the forward looks into a {vars(self)['kind']} that an earlier stage made; only tensors in tuples, lists, "
+            f"dicts, dataclasses and plain objects travel between stages. Pin the layers around it to one stage"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._refuse()
+
+    __getitem__ = __setitem__ = __iter__ = __len__ = __call__ = __bool__ = __contains__ = _refuse
+
+
+def is_sendable(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's shape, dtype and bytes say all about it."""
+    return (
+        type(tensor) in (torch.Tensor, nn.Parameter)
+        and tensor.layout == torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_nested
+    )
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often a tensor was changed in place; inference tensors and some others do not say."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return 0
+
+
+def _is_findable(cls: type) -> bool:
+    """Whether another rank, running the same code, finds this class by its name."""
+    if _class_named(cls.__module__, cls.__qualname__) is not cls:
+        _class_named.cache_clear()  # it may be newer than what was found before
+    return _class_named(cls.__module__, cls.__qualname__) is cls
+
+
+@functools.lru_cache(maxsize=1024)
+def _class_named(module: str, qualname: str) -> type | None:
+    """The class of that name; one made inside a function or a notebook is looked for among all that exist."""
+    found: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    if isinstance(found, type):
+        return found
+    known: set[type] = {object}
+    left: list[type] = [object]
+    while left:
+        children: set[type] = set(type.__subclasses__(left.pop())) - known
+        known |= children
+        left += children
+    matching = [cls for cls in known if (cls.__module__, cls.__qualname__) == (module, qualname)]
+    return matching[0] if len(matching) == 1 else None
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, (torch.Tensor, nn.Module)):
+            raise pickle.PicklingError("tensors and modules do not travel in the header")
+        return NotImplemented
+
+
+def pickled(value: Any) -> bytes | None:
+    """`value` as bytes; None where it cannot be, or holds a tensor or a module."""
+    buffer = io.BytesIO()
+    try:
+        _Pickler(buffer, protocol=5).dump(value)
+    except Exception:  # whatever a class raises when it is asked to describe itself
+        return None
+    return buffer.getvalue()

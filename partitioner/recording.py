@@ -1,0 +1,486 @@
+"""Run a forward once and write down everything that deciding about cuts needs: calls, tensors, writes, state.
+
+Every module call is watched at every depth, so that the choice of layers can come afterwards (see `capture`). Time is a
+count of operations, the clock; a place is (clock, innermost call).
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from partitioner.attributes import Attribute, Attributes, Place
+from partitioner.errors import UnsupportedModelError
+from partitioner.logbook import Arguments, Encoder, is_sendable, version
+from partitioner.structures import map_tensors, tensors_in
+from partitioner.tracing import HOST_READS, Watcher, may_draw, watching
+
+ROOT = "(whole model)"
+"""Layer id of a model that cannot be opened at all."""
+
+_VALUE_DEPENDENT = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "is_nonzero", "equal")
+
+
+@dataclass
+class Node:
+    """One module call: its place in the tree and in the order of operations."""
+
+    id: str
+    path: str
+    class_name: str
+    parent: int | None
+    start: int
+    first_kernel: int
+    stop: int = 0
+    last_kernel: int = 0
+    children: list[int] = field(default_factory=list)
+    whole: str = ""
+    """Why it must not be opened; empty where it may."""
+    region: int = 0
+    """Number of the checkpoint around it, 0 for none."""
+    collected: list[int] = field(default_factory=list)
+    """Tensors that its hooks kept."""
+
+
+@dataclass
+class Info:
+    """One tensor, or one value of a tensor that is changed in place."""
+
+    names: list[tuple[int, str]]
+    made: int
+    node: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+    needs_gradient: bool
+    sendable: bool
+    parents: tuple[int, ...] | None
+    """What it was made from, so that every rank can make it where it has those; None: from parameters or at random."""
+    pure: bool
+    """Made from inputs and constants alone."""
+    storage: int
+    uses: list[Place] = field(default_factory=list)
+    foreign: str = ""
+    """Buffer or attribute that lives outside of the forward."""
+    written: bool = False
+
+
+@dataclass(frozen=True)
+class Write:
+    """One in-place change: every tensor alive that shares the storage."""
+
+    when: int
+    aliases: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of the forward that no cut may go through."""
+
+    start: int
+    stop: int
+    reason: str
+
+
+@dataclass
+class Recording:
+    """One forward: `order` is the sequence of calls; kernels are (description, FLOPs, bytes moved)."""
+
+    model: nn.Module
+    nodes: list[Node] = field(default_factory=list)
+    infos: list[Info] = field(default_factory=list)
+    writes: list[Write] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    kernels: list[tuple[str, float, float]] = field(default_factory=list)
+    parameter_uses: dict[str, list[Place]] = field(default_factory=lambda: defaultdict(list))
+    attributes: list[Attribute] = field(default_factory=list)
+    order: list[str] = field(default_factory=list)
+    moments: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Moment -> how many torch functions ran then, and the call that they ran in."""
+    clock: int = 0
+
+
+def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recording:
+    """Run `model(*args, **kwargs)`, gradients on. What it changes is the caller's to give back."""
+    recorder = _Recorder(model)
+    recorder.note_inputs((args, dict(kwargs)))
+    attributes = Attributes(model, lambda: recorder.place)
+    stance = torch.compiler.set_stance("force_eager")
+    with stance, torch.enable_grad(), watching(recorder), attributes.watched():
+        with _Kernels(recorder):
+            output = model(*args, **dict(kwargs))
+        recorder.note_output(output)
+        del output
+    recorder.recording.attributes = attributes.changed()
+    return recorder.recording
+
+
+class _Recorder(Watcher):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__({id(module): name for name, module in model.named_modules()})
+        self.recording = Recording(model)
+        self.stack: list[int] = []
+        self.live: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self.parameters = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.parameter_storages = {storage_of(parameter): name for name, parameter in model.named_parameters()}
+        self.buffers = {id(buffer): name for name, buffer in model.named_buffers()}
+        self.region = 0
+        self.regions: list[Any] = []
+
+    @property
+    def place(self) -> Place:
+        return (self.recording.clock, self.stack[-1] if self.stack else -1)
+
+    # -- tensors
+
+    def find(self, tensor: torch.Tensor) -> int | None:
+        entry = self.live.get(id(tensor))
+        return entry[1] if entry is not None and entry[0]() is tensor else None
+
+    def add(self, tensor: torch.Tensor, name: str, parents: tuple[int, ...] | None, foreign: str = "") -> int:
+        number, (clock, node) = len(self.recording.infos), self.place
+        self.recording.infos.append(
+            Info(
+                names=[(clock, name)],
+                made=clock,
+                node=node,
+                shape=tuple(tensor.shape),
+                dtype=tensor.dtype,
+                nbytes=_nbytes(tensor),
+                needs_gradient=tensor.requires_grad,
+                sendable=is_sendable(tensor),
+                parents=parents,
+                pure=parents is not None and all(self.recording.infos[parent].pure for parent in parents),
+                storage=storage_of(tensor),
+                foreign=foreign,
+            )
+        )
+        key = id(tensor)
+
+        def forget(reference: weakref.ref[torch.Tensor]) -> None:
+            if key in self.live and self.live[key][0] is reference:
+                del self.live[key]
+
+        self.live[key] = (weakref.ref(tensor, forget), number)
+        return number
+
+    def use(self, tensor: torch.Tensor) -> int | None:
+        """Note that the running operation reads `tensor`; its number, None for a parameter."""
+        name = self.parameters.get(id(tensor))
+        if name is not None:
+            uses = self.recording.parameter_uses[name]
+            if not uses or uses[-1] != self.place:
+                uses.append(self.place)
+            return None
+        number = self.find(tensor)
+        if number is None:
+            number = self.add_unannounced(tensor)
+        self.recording.infos[number].uses.append(self.place)
+        return number
+
+    def add_unannounced(self, tensor: torch.Tensor) -> int:
+        """A tensor that no function was seen to make: it was there before, or came past torch's functions."""
+        inner = _inside_transform(tensor)
+        if inner is not None:
+            outer = self.use(inner)
+            return self.add(tensor, "transformed", None if outer is None else (outer,))
+        if id(tensor) in self.buffers:
+            return self.add(tensor, "buffer", None, self.buffers[id(tensor)])
+        storage = storage_of(tensor)
+        base = [n for ref, n in self.live.values() if self.recording.infos[n].storage == storage and ref() is not None]
+        if base and self.recording.infos[base[0]].foreign:
+            return self.add(tensor, "constant", self.recording.infos[base[0]].parents, "attribute")
+        if tensor.requires_grad or (base and not self.recording.infos[base[0]].pure):
+            reason = (
+                "a tensor is made before it in a way that torch does not announce (as_subclass, dlpack, extensions)"
+            )
+            self.recording.spans.append(Span(self.recording.clock, sys.maxsize, reason))
+            return self.add(tensor, f"{self.moment}/unannounced", None)
+        return self.add(tensor, "constant", (), "attribute")
+
+    def note_inputs(self, inputs: Any) -> None:
+        for k, tensor in enumerate(tensors_in(inputs)):
+            if self.find(tensor) is None and id(tensor) not in self.parameters:
+                self.add(tensor, f"input:{k}", ())
+
+    def note_output(self, output: Any) -> None:
+        with torch._C.DisableTorchFunction():
+            for tensor in tensors_in(output):
+                self.use(tensor)
+
+    # -- what happens
+
+    def on_read(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs)
+
+    def on_function(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.recording.clock += 1
+        moment = self.next_name()
+        self.recording.moments[self.moment] = (self.num_functions, self.stack[-1] if self.stack else -1)
+        given = tensors_in((args, kwargs))
+        numbers = [self.use(tensor) for tensor in given]
+        drawn = may_draw(name, func)
+        alone = drawn or None in numbers or any(tensor.requires_grad for tensor in given)
+        parents = None if alone else tuple(number for number in numbers if number is not None)
+        if in_transform() and not all(n is not None and self.recording.infos[n].pure for n in numbers):
+            self.note_transform()
+        if name in ("grad", "backward"):
+            self.note_gradient(name, args, kwargs)
+        before = [version(tensor) for tensor in given]
+        result = func(*args, **kwargs)
+        if name in HOST_READS:
+            self.recording.kernels.append((f"host read {len(self.recording.kernels)} of {moment}", 0.0, 0.0))
+            return result
+        for k, (tensor, old) in enumerate(zip(given, before, strict=True)):
+            changed = old != version(tensor) or (k == 0 and name == "set data")
+            if changed and id(tensor) not in self.parameters:
+                self.written(tensor, moment, parents)
+        encoder = Encoder(Arguments(args, kwargs))
+        encoder(result)
+        for k, tensor in enumerate(encoder.tensors):
+            if id(tensor) not in self.parameters and self.find(tensor) is None:
+                self.add(tensor, moment if k == 0 else f"{moment}:{k}", parents)
+        return result
+
+    def note_transform(self) -> None:
+        """A functorch transform over tensors that not every rank has: later ranks must skip the module around it."""
+        if len(self.stack) > 1:
+            self.recording.nodes[self.stack[-1]].whole = "a functorch transform is inside"
+        else:
+            self.recording.spans.append(
+                Span(self.recording.clock - 1, sys.maxsize, "a functorch transform runs before it")
+            )
+
+    def note_gradient(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A gradient taken inside the forward: from where its variables were made to here is one piece."""
+        if name == "grad":
+            variables = tensors_in(args[1:2] or kwargs.get("inputs"))
+        else:
+            variables = _graph_leaves(tensors_in(args[:1] or kwargs.get("tensors")))
+        starts = []
+        for tensor in variables:
+            number = self.find(tensor)
+            uses = self.recording.parameter_uses.get(self.parameters.get(id(tensor), ""), [(0, -1)])
+            starts.append(self.recording.infos[number].made if number is not None else uses[0][0])
+        reason = "a gradient is taken inside the forward, through the layers on both sides"
+        self.recording.spans.append(Span(min(starts, default=0), self.recording.clock, reason))
+
+    def on_checkpoint(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A reentrant checkpoint: its inside is watched, but no cut may go through it."""
+        outer = self.region
+        self.regions.append(None)
+        self.region = len(self.regions)
+        try:
+            return self.on_function("apply CheckpointFunction", run, args, kwargs)
+        finally:
+            self.region = outer
+
+    def on_region(self) -> None:
+        pass
+
+    def region_here(self) -> int:
+        """The innermost checkpoint; one without reentrance shows itself by the hook that drops what is saved."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if hooks is None or not hooks[0].__qualname__.startswith("_checkpoint_hook"):
+            return self.region
+        for k, hook in enumerate(self.regions):
+            if hook is hooks[0]:
+                return k + 1
+        self.regions.append(hooks[0])
+        return len(self.regions)
+
+    def written(self, tensor: torch.Tensor, moment: str, parents: tuple[int, ...] | None) -> None:
+        """`tensor` was changed in place: it, and everything alive that looks at the same storage, has a new value."""
+        infos, storage = self.recording.infos, storage_of(tensor)
+        known = self.find(tensor)
+        same = [(n, ref()) for ref, n in list(self.live.values()) if infos[n].storage == storage or n == known]
+        self.recording.writes.append(Write(self.recording.clock, tuple(n for n, alive in same if alive is not None)))
+        for n, alive in same:
+            old = infos[n]
+            old.written = True
+            if alive is not None and not old.foreign:
+                both = None if parents is None else (*parents, n)
+                self.add(alive, f"{old.names[-1][1].split('@')[0]}@{moment}", both)
+
+    def on_call(
+        self, path: str, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        recording, given = self.recording, Arguments(args, kwargs)
+        for tensor in given.tensors:
+            if id(tensor) not in self.parameters and self.find(tensor) is None:
+                self.add_unannounced(tensor)
+        recording.clock += 1
+        call_id = self.enter(path) if path else ROOT
+        recording.order.append(call_id)
+        node = Node(
+            id=call_id,
+            path=path,
+            class_name=type(module).__name__,
+            parent=self.stack[-1] if self.stack else None,
+            start=recording.clock,
+            first_kernel=len(recording.kernels),
+            region=self.region_here(),
+        )
+        number = len(recording.nodes)
+        recording.nodes.append(node)
+        if node.parent is not None:
+            recording.nodes[node.parent].children.append(number)
+            if in_transform():
+                self.note_transform()
+        if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod"):
+            node.whole = "it is compiled"
+        self.stack.append(number)
+        self.at(f">{call_id}")
+        recording.kernels.append((f"call {type(module).__name__} {module.training}", 0.0, 0.0))
+        try:
+            with self.hooks_watched(module, node):
+                result = run(*args, **kwargs)
+        finally:
+            self.stack.pop()
+            recording.clock += 1
+            node.stop, node.last_kernel = recording.clock, len(recording.kernels)
+            self.at(call_id)
+        with torch._C.DisableTorchFunction():
+            encoder = Encoder(given)
+            encoder(result)
+            for _, content in given.refilled():
+                encoder.container(content)
+            for k, tensor in enumerate(encoder.tensors):
+                if id(tensor) in self.parameters:
+                    continue
+                known = self.find(tensor)
+                if known is None:
+                    known = self.add(tensor, f"{call_id}:{k}", None)
+                recording.infos[known].names.append((recording.clock, f"{call_id}:{k}"))
+        return result
+
+    @contextmanager
+    def hooks_watched(self, module: nn.Module, node: Node) -> Iterator[None]:
+        """Note the tensors that forward hooks of the module keep for later: more refer to them after the hook."""
+        if not module._forward_hooks:
+            yield
+            return
+
+        def watched(hook: Callable[..., Any]) -> Callable[..., Any]:
+            def call(module: nn.Module, *given: Any) -> Any:
+                tensors = tensors_in(given)
+                before = [sys.getrefcount(tensor) for tensor in tensors]
+                result = hook(module, *given)
+                after = [sys.getrefcount(tensor) for tensor in tensors]
+                for k, tensor in enumerate(tensors):
+                    number = self.find(tensor)
+                    if after[k] > before[k] and number is not None and result is not tensor:
+                        node.collected.append(number)
+                return result
+
+            return call
+
+        hooks = dict(module._forward_hooks)
+        module._forward_hooks.update({key: watched(hook) for key, hook in hooks.items()})
+        try:
+            yield
+        finally:
+            for key, hook in hooks.items():
+                if key in module._forward_hooks:
+                    module._forward_hooks[key] = hook
+
+
+class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Below the torch functions: what each call really computes, for structural keys, FLOPs and hidden uses."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recorder = recorder
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        recorder = self.recorder
+        if func._schema.is_mutable:
+            self.refuse_changed_parameters(func, args, kwargs)
+        with torch._C.DisableTorchFunction():
+            result = func(*args, **kwargs)
+        given = tensors_in((args, kwargs))
+        for tensor in given:
+            if id(tensor) in recorder.parameters or id(tensor) in recorder.live:
+                recorder.use(tensor)
+        packet = func._overloadpacket
+        count = flop_registry.get(packet)
+        flops = float(count(*args, **kwargs, out_val=result)) if count is not None else 0.0
+        moved = sum(map(_nbytes, (*given, *tensors_in(result))))
+        depends = any(word in str(packet) for word in _VALUE_DEPENDENT)
+        kernels = recorder.recording.kernels
+        mark = f" at {len(kernels)}" if depends else ""
+        kernels.append((f"{func} {map_tensors((args, kwargs), _look)}{mark}", flops, float(moved)))
+        return result
+
+    def refuse_changed_parameters(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = [*zip(func._schema.arguments, args, strict=False)]
+        given += [(one, kwargs[one.name]) for one in func._schema.arguments if one.name in kwargs]
+        for argument, value in given:
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            for tensor in tensors_in(value):
+                name = self.recorder.parameter_storages.get(storage_of(tensor))
+                if name is not None:
+                    raise UnsupportedModelError(
+                        f"the forward changes the parameter {name!r} in place ({func}): how often that happens depends "
+                        f"on the number of micro-batches and ranks. Do it after the step, outside of the forward"
+                    )
+
+
+def _look(tensor: torch.Tensor) -> str:
+    strides = tuple(tensor.stride()) if tensor.layout == torch.strided and not tensor.is_nested else tensor.layout
+    return f"{tensor.dtype}{tuple(tensor.shape)}{strides}{'g' if tensor.requires_grad else ''}"
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """A number that tensors have in common when they share memory."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):  # sparse and other layouts without one storage
+        return id(tensor)
+
+
+def in_transform() -> bool:
+    """Whether a functorch transform, or forward-mode differentiation, is under way."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    return torch.autograd.forward_ad._current_level >= 0
+
+
+def _inside_transform(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that a functorch transform has wrapped."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return torch._C._functorch.get_unwrapped(tensor)
+    return None
+
+
+def _graph_leaves(roots: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The variables at the far end of an autograd graph."""
+    left = [tensor.grad_fn for tensor in roots if tensor.grad_fn is not None]
+    known, leaves = set(left), [tensor for tensor in roots if tensor.grad_fn is None]
+    while left:
+        node = left.pop()
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        for following, _ in node.next_functions:
+            if following is not None and following not in known:
+                known.add(following)
+                left.append(following)
+    return leaves

@@ -1,0 +1,164 @@
+"""Tensors inside nested Python values: found, replaced, and the values put together again.
+
+A container is a tuple, list, dict, deque, slice, SimpleNamespace or dataclass, or of a subclass (named tuples, packed
+sequences, torch's result types, Hugging Face's outputs). Anything else is opaque: caches, configurations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, torch.layout, type)
+_LEAVES = frozenset(PLAIN)
+
+
+class Opened(NamedTuple):
+    """A container taken apart; `keys` is what is needed besides its parts to build it again."""
+
+    kind: str
+    cls: Any
+    keys: tuple[Any, ...]
+    parts: list[Any]
+
+    def built(self, parts: list[Any]) -> Any:
+        """A container like the one taken apart, of these parts. No constructor of the user's runs."""
+        made: Any
+        kind, cls, keys, _ = self
+        if kind == "tuple":
+            if cls is tuple:
+                return tuple(parts)
+            return cls(parts) if cls.__module__ == "torch.return_types" else tuple.__new__(cls, parts)
+        if kind == "list":
+            if cls is list:
+                return parts
+            made = cls.__new__(cls)
+        elif kind == "slice":
+            return slice(*parts)
+        elif kind == "deque":
+            made = deque(maxlen=keys[0])
+        elif kind == "dict":
+            made = defaultdict(keys[2]) if cls is defaultdict else cls.__new__(cls)
+        else:
+            made = cls.__new__(cls)
+        self.refill(made, parts)
+        return made
+
+    def refill(self, made: Any, parts: list[Any]) -> None:
+        """Put these parts into `made`, in place of all that it holds."""
+        kind, _, keys, _ = self
+        if kind == "list":
+            list.__setitem__(made, slice(None), parts)
+        elif kind == "deque":
+            made.clear()
+            made.extend(parts)
+        elif kind == "dict":
+            base: Any = OrderedDict if isinstance(made, OrderedDict) else dict
+            base.clear(made)
+            for key, part in zip(keys[0], parts, strict=False):
+                base.__setitem__(made, key, part)
+            if keys[1]:
+                vars(made).update(zip(keys[1], parts[len(keys[0]) :], strict=True))
+        else:
+            for key, part in zip(keys, parts, strict=True):
+                object.__setattr__(made, key, part)
+
+
+def opened(item: Any) -> Opened | None:
+    """`item` taken apart if it is a container.
+
+    >>> opened({"a": 1}).parts, opened(3)
+    ([1], None)
+    """
+    cls = type(item)
+    if cls in _LEAVES or isinstance(item, (torch.Tensor, nn.Module, torch.Size, type)):
+        return None
+    if isinstance(item, tuple):
+        return Opened("tuple", cls, (), list(item))
+    if isinstance(item, list):
+        return Opened("list", cls, (), list(item))
+    if isinstance(item, dict):
+        attributes = tuple(vars(item)) if hasattr(item, "__dict__") else ()
+        names = (tuple(item), attributes, getattr(item, "default_factory", None))
+        return Opened("dict", cls, names, [*dict.values(item), *(vars(item)[name] for name in attributes)])
+    if isinstance(item, deque):
+        return Opened("deque", cls, (item.maxlen,), list(item))
+    if isinstance(item, slice):
+        return Opened("slice", cls, (), [item.start, item.stop, item.step])
+    if isinstance(item, SimpleNamespace) or dataclasses.is_dataclass(item):
+        return _opened_object(item)
+    return None
+
+
+def opened_record(item: Any) -> Opened | None:
+    """`item` taken apart if it is an object of some Python class that holds tensors directly in its attributes."""
+    if not hasattr(item, "__dict__") or isinstance(item, (torch.Tensor, nn.Module, type)) or callable(item):
+        return None
+    bases = type(item).__mro__[:-1]
+    if bases[0].__module__.partition(".")[0] in ("torch", "numpy", "builtins") or any(
+        "__new__" in vars(c) for c in bases
+    ):
+        return None
+    return _opened_object(item) if tensors_in(list(vars(item).values())) else None
+
+
+def _opened_object(item: Any) -> Opened:
+    found: dict[str, Any] = dict(item.__dict__) if hasattr(item, "__dict__") else {}
+    for cls in type(item).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        for name in [slots] if isinstance(slots, str) else slots:
+            if not name.startswith("__") and hasattr(item, name):
+                found[name] = object.__getattribute__(item, name)
+    return Opened("object", type(item), tuple(found), list(found.values()))
+
+
+def is_same(now: Any, before: Any) -> bool:
+    """Whether two values are the same object, or plain and equal in type and value."""
+    if now is before:
+        return True
+    return isinstance(now, PLAIN) and type(now) is type(before) and bool(now == before)
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], Any], opaque: Callable[[Any], Any] | None = None) -> Any:
+    """`value` with every tensor replaced, through any nesting of containers.
+
+    Containers are copied, never changed; what is none of these goes through `opaque`, or stays as it is.
+    """
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    inside = opened(value)
+    if inside is not None:
+        return inside.built([map_tensors(part, change, opaque) for part in inside.parts])
+    return value if opaque is None or isinstance(value, (*PLAIN, nn.Module)) else opaque(value)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Every tensor in `value`, in the order `map_tensors` meets them."""
+    found: list[torch.Tensor] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(item: Any, found: list[torch.Tensor]) -> None:
+    cls = type(item)
+    if cls in _LEAVES:
+        return
+    if isinstance(item, torch.Tensor):
+        found.append(item)
+    elif cls is tuple or cls is list:
+        for part in item:
+            _collect(part, found)
+    elif cls is dict:
+        for part in item.values():
+            _collect(part, found)
+    else:
+        inside = opened(item)
+        if inside is not None:
+            for part in inside.parts:
+                _collect(part, found)
