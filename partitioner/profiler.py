@@ -167,7 +167,7 @@ def _threads(count: int) -> Iterator[None]:
 
 
 def _captures(model: nn.Module, parts: dict[int, MicroBatch], max_share: float, on_meta: bool) -> dict[int, Capture]:
-    """A capture at each size, in the layers of the largest; sizes at which the forward goes another way are left out."""
+    """A capture at each size, in the layers of the largest; sizes at which the forward goes another way are dropped."""
     largest = max(parts)
     found = {largest: _capture(model, parts[largest], on_meta, max_share=max_share)}
     layers = [layer.id for layer in found[largest].layers]

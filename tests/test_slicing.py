@@ -1,0 +1,297 @@
+"""Stages of a model, run one after another with a model of their own each, give what the uncut model gives."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import random
+
+import pytest
+import torch
+from models import CASES, Case, build
+from side_by_side import difference, even_cuts, possible_cuts, quiet, run_cut, run_whole, split, stage_models
+from torch import nn
+
+from partitioner.capture import capture
+from partitioner.errors import UnsupportedModelError
+from partitioner.slicing import Slice, alone, backward_through, chain, gradients_of, survey
+
+
+def captured_case(name: str, max_share: float) -> tuple[Case, object]:
+    case = quiet(lambda: build(name))
+    return case, capture(case.model, case.args, case.kwargs, max_share=max_share)
+
+
+SUMS = ("gpt2", "bert", "t5", "tied", "lstm")
+"""Models with a tensor or parameter used on several stages: its gradient is summed in another order."""
+
+
+@pytest.mark.parametrize("max_share", [1 / 4, 1 / 60])
+@pytest.mark.parametrize("name", CASES)
+def test_stages_give_the_loss_and_gradients_of_the_uncut_model(name: str, max_share: float) -> None:
+    case, captured = captured_case(name, max_share)
+    whole = run_whole(case)
+    for num_stages in (2, 3, 4):
+        for shift in (0, 1):
+            stage_of = split(captured, even_cuts(captured, num_stages, shift))
+            cut = run_cut(case, captured, stage_of)
+            assert torch.equal(cut.loss, whole.loss)
+            worst, where = difference(whole, cut)
+            assert worst == 0 or (name in SUMS and worst < 1e-6), (where, worst, stage_of)
+
+
+@pytest.mark.parametrize("name", ["llama", "t5", "unet", "tied"])
+def test_every_single_cut_is_right(name: str) -> None:
+    case, captured = captured_case(name, 1 / 100)
+    whole = run_whole(case)
+    for cut in possible_cuts(captured):
+        worst, where = difference(whole, run_cut(case, captured, split(captured, [cut])))
+        assert worst < 1e-6, (cut, where)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_plan_made_at_one_shape_runs_at_others(name: str) -> None:
+    case, captured = captured_case(name, 1 / 10)
+    stage_of = split(captured, even_cuts(captured, 3))
+    sizes = {"batch": 3} if name in ("vit", "resnet", "unet") else {"batch": 3, "length": 7}
+    other = dataclasses.replace(quiet(lambda: build(name, seed=5, **sizes)), model=case.model)
+    models = stage_models(case.model, captured, stage_of)
+    for again in (other, case, other):
+        worst, where = difference(run_whole(again), run_cut(again, captured, stage_of, models=models))
+        assert worst < 1e-6, where
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "resnet"])
+def test_a_plan_made_at_a_fine_grain_runs_at_a_coarse_one(name: str) -> None:
+    """Only the module that a cut goes through is opened; all others run whole."""
+    case, captured = captured_case(name, 1 / 100)
+    stage_of = split(captured, even_cuts(captured, 2))
+    coarse = Slice(case.model, captured, stage_of, 0)
+    assert len(coarse.stage_of) < len(stage_of) / 2
+    fine = Slice(case.model, captured, stage_of, 0, join=False)
+    assert fine.wanted == coarse.wanted
+
+
+class Skipping(nn.Module):
+    """The first layer's output is used by the second, and in the glue code after the third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(6, 6) for _ in range(3))
+        self.fourth = nn.Linear(12, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        skip = self.first(x)
+        x = self.third(self.second(skip))
+        return self.fourth(torch.cat([x, skip], 1))
+
+
+def regression(model: nn.Module, width: int = 6, out: int = 2) -> Case:
+    torch.manual_seed(1)
+    return Case(model, (torch.randn(4, width),), target=torch.randn(4, out), loss_fn=nn.functional.mse_loss)
+
+
+def test_a_skip_goes_straight_from_where_it_is_made_to_where_it_is_used() -> None:
+    case = regression(Skipping())
+    captured = capture(case.model, case.args, layers=["first", "second", "third", "fourth"])
+    stage_of = {"first": 0, "second": 1, "third": 2, "fourth": 3}
+    parts = [Slice(case.model, captured, stage_of, stage) for stage in range(4)]
+    assert [part.targets for part in parts] == [(1, 2), (2,), (3,), ()]
+    assert [part.sources for part in parts] == [(), (0,), (0, 1), (2,)]
+    runs, _ = chain(parts, case.args, {})
+    assert [tuple(t.shape for t in runs[0].sends[target].tensors) for target in (1, 2)] == [((4, 6),), ((4, 6),)]
+    assert [tuple(t.shape for t in runs[stage].sends[stage + 1].tensors) for stage in (1, 2)] == [((4, 6),), ((4, 12),)]
+    worst, where = difference(run_whole(case), run_cut(case, captured, stage_of))
+    assert worst == 0, where
+
+
+def test_a_tensor_sent_to_two_stages_gets_the_sum_of_both_gradients() -> None:
+    case = regression(Skipping())
+    captured = capture(case.model, case.args, layers=["first", "second", "third", "fourth"])
+    stage_of = {"first": 0, "second": 1, "third": 2, "fourth": 2}
+    runs, _ = chain([Slice(case.model, captured, stage_of, stage) for stage in range(3)], case.args, {})
+    ones = [torch.ones(4, 6)]
+    runs[0].sends[1].tensors[0].retain_grad()
+    backward_through(runs[0], {1: ones, 2: ones})
+    assert torch.equal(runs[0].sends[1].tensors[0].grad, torch.full((4, 6), 2.0))
+    assert gradients_of(runs[1], 0) == [None], "its own backward did not run yet"
+
+
+class Flagged(nn.Module):
+    """Keywords, None, booleans and a dictionary go from layer to layer; a flag leaves the head out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(6, 2)
+        self.small_head = nn.Linear(6, 2)
+
+    def forward(
+        self, x: torch.Tensor, *, mask: torch.Tensor | None = None, scale: float = 1.0, skip_head: bool = False
+    ) -> torch.Tensor:
+        state = {"x": self.embed(x), "mask": mask, "depth": 0}
+        for block in self.blocks:
+            state = block(state, scale=scale)
+        assert state["depth"] == 3
+        return self.small_head(state["x"]) if skip_head else self.head(state["x"])
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, state: dict, scale: float) -> dict:
+        x = torch.tanh(self.inner(state["x"])) * scale
+        if state["mask"] is not None:
+            x = x * state["mask"]
+        return {"x": x, "mask": state["mask"], "depth": state["depth"] + 1}
+
+
+def test_keywords_none_and_flags_go_through_and_may_change_from_call_to_call() -> None:
+    case = regression(Flagged())
+    case.kwargs = {"mask": torch.tensor([1.0, 0, 1, 1, 0, 1]), "scale": 0.5}
+    captured = capture(case.model, case.args, case.kwargs, max_share=0.01)
+    whole = run_whole(case)
+    for cut in possible_cuts(captured):
+        worst, where = difference(whole, run_cut(case, captured, split(captured, [cut])))
+        assert worst == 0, (cut, where)
+    stage_of = split(captured, ["blocks.1", "head"])
+    for change in ({"mask": None}, {"scale": 2.0}, {"skip_head": True}, {"mask": None, "skip_head": True}):
+        again = dataclasses.replace(case, kwargs=case.kwargs | change)
+        worst, where = difference(run_whole(again), run_cut(again, captured, stage_of))
+        assert worst == 0, (change, where)
+
+
+def test_the_model_is_not_patched_afterwards_even_when_an_error_passes() -> None:
+    class Failing(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise KeyError("in the user's own code")
+
+    call, apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    captured = capture(model, (torch.ones(1, 2),), layers=["0", "1", "2"])
+    broken = copy.deepcopy(model)
+    broken[1].forward = Failing().forward
+    parts = [Slice(broken, captured, {"0": 0, "1": 1, "2": 2}, stage) for stage in range(3)]
+    with pytest.raises(KeyError, match="own code"):
+        chain(parts, (torch.ones(1, 2),), {})
+    assert nn.Module.__call__ is call
+    assert torch.autograd.Function.__dict__["apply"] is apply or callable(torch.autograd.Function.apply)
+    assert torch.equal(broken[0](torch.ones(1, 2)), model[0](torch.ones(1, 2)))
+
+
+class SetOrder(nn.Module):
+    """Calls its layers in an order that the process chooses, as iterating over a set of strings does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(3, 3) for _ in range(3))
+        self.order = ["a", "b", "c"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name in self.order:
+            x = getattr(self, name)(x)
+        return x
+
+
+def test_a_forward_that_goes_another_way_on_one_rank_is_an_error_or_changes_nothing() -> None:
+    case = Case(SetOrder(), (torch.randn(2, 3),), target=torch.randn(2, 3), loss_fn=nn.functional.mse_loss)
+    captured = capture(case.model, case.args, layers=["a", "b", "c"])
+    stage_of = {"a": 0, "b": 1, "c": 2}
+    whole = run_whole(case)
+    num_refused = 0
+    for order in ("bac", "acb", "cba", "bc", "ac", "ab", "abb"):
+        for stage in range(3):
+            models = stage_models(case.model, captured, stage_of)
+            models[stage].order = list(order)
+            try:
+                cut = run_cut(case, captured, stage_of, models=models)
+            except UnsupportedModelError:
+                num_refused += 1
+            else:  # what that rank does differently comes after its own part
+                assert difference(whole, cut)[0] == 0, (order, stage)
+    assert num_refused > 14
+
+
+def test_the_users_own_tensors_never_become_stand_ins() -> None:
+    class WritesInput(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.a(x)
+            x.mul_(2)
+            return self.b(y + x)
+
+    model = WritesInput()
+    captured = capture(model, (torch.ones(2, 3),), layers=["a", "b"])
+    x = torch.ones(2, 3)
+    parts = [Slice(model, captured, {"a": 0, "b": 1}, stage) for stage in range(2)]
+    runs, _ = chain(parts[:1], (x.clone(),), {})
+    parts[1].run((x,), {}, {0: runs[0].sends[1]})
+    assert type(x) is torch.Tensor
+
+
+def test_inference_needs_no_gradients_and_makes_none() -> None:
+    case, captured = captured_case("gpt2", 1 / 10)
+    stage_of = split(captured, even_cuts(captured, 3))
+    parts = [Slice(case.model, captured, stage_of, stage) for stage in range(3)]
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            whole = case.model(**case.kwargs)
+            runs, _ = chain(parts, (), case.kwargs)
+        assert torch.equal(runs[-1].output.logits, whole.logits)
+        assert not any(tensor.requires_grad for run in runs for p in run.sends.values() for tensor in p.tensors)
+        assert all(leaf is None for run in runs for leaves in run.leaves.values() for leaf in leaves)
+
+
+def test_a_survey_gives_each_layer_what_it_would_receive() -> None:
+    case, captured = captured_case("unet", 1 / 100)
+    ids = [layer.id for layer in captured.layers]
+    seen = survey(case.model, captured, ids, case.args, {})
+    assert torch.equal(seen.output, case.model(*case.args))
+    for name in ids[1:-1]:
+        stage_of = alone(captured, name)
+        assert [stage_of[one] for one in ids].count(1) == 1
+        part = Slice(case.model, captured, stage_of, 1, join=False)
+        run = part.run(case.args, {}, {0: seen.payloads[name]})
+        following = ids[ids.index(name) + 1]
+        made = {tensor.id for tensor in captured.tensors if tensor.producer == name}
+        if any(following in tensor.consumers and tensor.id in made for tensor in captured.tensors):
+            assert run.sends[2].tensors
+
+
+def test_python_random_numbers_agree_with_the_uncut_model() -> None:
+    class Dropping(nn.Module):
+        """Stochastic depth by Python's random module, dropout by torch's."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3)) for _ in range(6))
+            self.head = nn.Linear(6, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                if random.random() < 0.7:
+                    x = x + block(x)
+            return self.head(x)
+
+    case = regression(Dropping())
+    state = random.getstate()
+    random.seed(3)
+    captured = capture(case.model, case.args, max_share=0.01)
+    random.setstate(state)
+    compared = 0
+    for seed in range(6):
+        for cut in possible_cuts(captured):
+            try:
+                cut_result = run_cut(case, captured, split(captured, [cut]), seed=seed)
+            except UnsupportedModelError:
+                continue
+            compared += 1
+            worst, where = difference(run_whole(case, seed=seed), cut_result)
+            assert worst == 0, (seed, cut, where)
+    assert compared
