@@ -137,15 +137,15 @@ def verify(
     args, kwargs, target = _of_size(args, kwargs, example_target, plan, cutter)
     loss = Loss(model, loss_fn, loss_weight)
     notes: list[str] = []
-    with _as_it_was(model):
+    with as_it_was(model):
         if _is_random(model, MicroBatch(args, kwargs, target, plan.training.batch_size), loss):
             model.eval()
             notes.append("the model draws random numbers in training (dropout), so both sides ran in eval mode")
         ranks = launch(
-            _on_rank, plan, plan, model, args, kwargs, target, loss_fn, loss_weight, steps, learning_rate, seed
+            on_rank, plan, plan, model, args, kwargs, target, loss_fn, loss_weight, steps, learning_rate, seed
         )
-        single = _on_one_device(plan, model, args, kwargs, target, loss, cutter, steps, learning_rate)
-    return _compared(plan, ranks, single, steps, tuple(notes))
+        single = on_one_device(plan, model, args, kwargs, target, loss, cutter, steps, learning_rate)
+    return compared(plan, ranks, single, steps, tuple(notes))
 
 
 def _of_size(
@@ -167,7 +167,7 @@ def _of_size(
 
 
 @contextlib.contextmanager
-def _as_it_was(model: nn.Module) -> Iterator[None]:
+def as_it_was(model: nn.Module) -> Iterator[None]:
     """Give back what steps of training change."""
     modes = [(module, module.training) for module in model.modules()]
     weights = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
@@ -191,7 +191,7 @@ def _is_random(model: nn.Module, batch: MicroBatch, loss: Loss) -> bool:
     return abs(values[0] - values[1]) > 1e-6 * abs(values[0])
 
 
-def _on_rank(
+def on_rank(
     plan: Plan,
     model: nn.Module,
     args: tuple[Any, ...],
@@ -226,7 +226,7 @@ def _dense(gradient: torch.Tensor) -> torch.Tensor:
     return (gradient.to_dense() if gradient.is_sparse else gradient).detach().cpu().clone()
 
 
-def _on_one_device(
+def on_one_device(
     plan: Plan,
     model: nn.Module,
     args: tuple[Any, ...],
@@ -288,7 +288,7 @@ def _timed_step(model: nn.Module, parts: list[MicroBatch], loss: Loss) -> tuple[
     return value, time.perf_counter() - start
 
 
-def _compared(
+def compared(
     plan: Plan, ranks: list[dict[str, Any]], single: dict[str, Any], steps: int, notes: tuple[str, ...]
 ) -> Verification:
     gradients, weights = _joined(ranks, "gradients"), _joined(ranks, "weights")

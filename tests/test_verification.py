@@ -9,7 +9,7 @@ import torch
 
 import partitioner as pt
 from partitioner.selfcheck import worst_difference
-from partitioner.verification import _compared
+from partitioner.verification import compared
 
 
 def test_the_worst_difference_is_relative_to_the_largest_entry() -> None:
@@ -84,12 +84,12 @@ def test_a_wrong_gradient_on_one_rank_does_not_pass(tied: tuple[pt.Plan, models.
         }
 
     single = {**side(0.5), "step_s": 0.2}
-    assert _compared(plan, [side(0.5), side(0.5)], single, 2, ()).passed
-    wrong = _compared(plan, [side(0.5001), side(0.5001)], single, 2, ())
+    assert compared(plan, [side(0.5), side(0.5)], single, 2, ()).passed
+    wrong = compared(plan, [side(0.5001), side(0.5001)], single, 2, ())
     assert not wrong.passed
     assert wrong.worst_gradient == "w"
     # Two ranks that hold the same parameter and disagree are wrong, whichever is right.
-    assert not _compared(plan, [side(0.5), side(0.5001)], single, 2, ()).passed
+    assert not compared(plan, [side(0.5), side(0.5001)], single, 2, ()).passed
 
 
 def test_dropout_is_compared_in_eval_mode_and_said() -> None:
