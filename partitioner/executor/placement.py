@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch import nn
 
 from partitioner.capture import fingerprint
-from partitioner.recording import ROOT
 from partitioner.errors import ArgumentError, PlanMismatchError
 from partitioner.executor.mesh import Mesh
 from partitioner.executor.weights import Weights
 from partitioner.executor.wire import as_bytes
 from partitioner.plan import Plan
+from partitioner.recording import ROOT
 from partitioner.tracing import unwrap
 
 ModelOrFactory = nn.Module | Callable[[], nn.Module]
