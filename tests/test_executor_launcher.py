@@ -177,21 +177,22 @@ def test_a_rank_that_is_stopped_by_a_signal_ends_all_in_time(tmp_path: Path, mon
 
 
 def test_a_rank_whose_error_is_caught_stops_the_others_at_once(ranks: RankPool, tmp_path: Path) -> None:
-    """The failing process lives on, as a notebook's would: the others must not wait for the timeout."""
+    """The failing process lives on, as a notebook's would: the others do not wait until it ends."""
 
     def survive(*arguments: Any) -> tuple[float, str]:
-        start = time.monotonic()
         try:
             train(*arguments)
         except RankError as error:
-            found = (time.monotonic() - start, f"{error.rank} {error.stage} {error.microbatch} {error.layer} {error}")
-            time.sleep(2.0)  # the error is still alive, and with it whatever its frames refer to
-            return found
+            told = time.monotonic()
+            if error.__cause__ is not None and isinstance(error.__cause__, ValueError):
+                time.sleep(4.0)  # the error is still alive, and with it whatever its frames refer to
+                told = time.monotonic()
+            return told, f"{error.rank} {error.stage} {error.microbatch} {error.layer} {error}"
         raise AssertionError("there was no error")
 
-    for waited, told in ranks.run(3, survive, *job(tmp_path, fail, ["blocks.2", "blocks.3"])):
-        assert waited < ALL_END_WITHIN_S
-        assert told.startswith("1 1 2 bad ") and "the tokens are odd" in told
+    answers = ranks.run(3, survive, *job(tmp_path, fail, ["blocks.2", "blocks.3"]))
+    assert all(told.startswith("1 1 2 bad ") and "the tokens are odd" in told for _, told in answers)
+    assert max(answers[0][0], answers[2][0]) < answers[1][0] - 1.0
 
 
 def test_an_error_outside_of_a_step_stops_the_others_at_once(ranks: RankPool) -> None:
