@@ -446,6 +446,21 @@ def test_a_wrong_number_of_processes_fails_before_anything_is_sent(ranks: RankPo
         materialize(plan_for(case, pp=2), case.model)
 
 
+def test_a_stage_without_parameters_has_a_timeline_too(ranks: RankPool) -> None:
+    def timeline() -> Any:
+        with materialize(plan, case.model, loss_fn=case.loss_fn) as stage:
+            stage.train_step(case.inputs, case.target)
+            return stage.timeline()
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+    case = Case(model, (torch.randn(16, 16),), target=torch.randn(16, 16), loss_fn=nn.functional.mse_loss)
+    plan = plan_for(case, pp=3, microbatches=2)
+    assert plan.stages[1].layers == ("1",)
+    got = ranks.run(3, timeline)[0]
+    assert {span.rank for span in got.spans if span.kind in ("F", "B")} == {0, 1, 2}
+
+
 def test_the_timeline_shows_every_action_of_every_rank_in_order(ranks: RankPool) -> None:
     def timeline() -> Any:
         with materialize(plan, case.model, loss_fn=case.loss_fn) as stage:

@@ -111,7 +111,8 @@ class Recorder:
         """A sync begins when the last rank that takes part has come; until then the others are idle."""
         if span.kind != "sync":
             return span
-        begun = max(reducing[rank] for rank in self._partners[span.stage] if rank in reducing)
+        came = (reducing[rank] for rank in self._partners[span.stage] if rank in reducing)
+        begun = max(came, default=span.start_s)  # a stage without parameters has no partners
         return span._replace(start_s=min(max(span.start_s, begun), span.end_s))
 
     def _travel(self, replica: int, message: Message, left: float) -> list[Span]:
