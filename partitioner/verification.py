@@ -238,12 +238,11 @@ def on_one_device(
     learning_rate: float,
 ) -> dict[str, Any]:
     """The same steps over the same micro-batches, and one pass over the whole batch."""
-    parts = [
-        part
+    shards = [
+        cutter.cut(shard.args, shard.kwargs, shard.target, plan.num_microbatches)
         for shard in cutter.cut(args, kwargs, target, plan.num_replicas)
-        for part in cutter.cut(shard.args, shard.kwargs, shard.target, plan.num_microbatches)
     ]
-    whole = [MicroBatch(args, kwargs, target, plan.training.batch_size)]
+    whole = [[MicroBatch(args, kwargs, target, plan.training.batch_size)]]
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.SGD(trainable.values(), learning_rate)
     threads = torch.get_num_threads()
@@ -258,7 +257,7 @@ def on_one_device(
         losses, gradients, step_s = [], {}, []
         for step in range(steps):
             optimizer.zero_grad()
-            value, seconds = _timed_step(model, parts, loss)
+            value, seconds = _timed_step(model, shards, loss)
             losses.append(value)
             step_s.append(seconds)
             if step == 0:
@@ -276,16 +275,32 @@ def on_one_device(
     }
 
 
-def _timed_step(model: nn.Module, parts: list[MicroBatch], loss: Loss) -> tuple[float, float]:
+def _timed_step(model: nn.Module, shards: list[list[MicroBatch]], loss: Loss) -> tuple[float, float]:
+    """Loss, and seconds of forward and backward. Gradients are summed within a replica's shard, then over shards.
+
+    So do the ranks; in another order rounding differs, and where few samples meet in a BatchNorm that grows fast.
+    """
+    parts = [part for shard in shards for part in shard]
     weights = loss.weights(parts, [part.kwargs if not part.args else part.args for part in parts])
     total = 1.0 if loss.is_sum(parts[0].kwargs) else sum(weights)
-    value = 0.0
-    start = time.perf_counter()
-    for part, weight in zip(parts, weights, strict=True):
-        scaled = loss.of(model(*part.args, **part.kwargs), part.target) * (weight / total)
-        scaled.backward()  # type: ignore[no-untyped-call]
-        value += float(scaled.detach())
-    return value, time.perf_counter() - start
+    shares = iter(weight / total for weight in weights)
+    sums: dict[nn.Parameter, torch.Tensor] = {}
+    value = seconds = 0.0
+    for shard in shards:
+        start = time.perf_counter()
+        for part in shard:
+            scaled = loss.of(model(*part.args, **part.kwargs), part.target) * next(shares)
+            scaled.backward()  # type: ignore[no-untyped-call]
+            value += float(scaled.detach())
+        seconds += time.perf_counter() - start
+        if len(shards) > 1:
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    sums[parameter] = sums[parameter] + parameter.grad if parameter in sums else parameter.grad
+                    parameter.grad = None
+    for parameter, gradient in sums.items():
+        parameter.grad = gradient
+    return value, seconds
 
 
 def compared(

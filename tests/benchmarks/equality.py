@@ -54,11 +54,11 @@ def plans(case: models.Case, layouts: tuple[dict[str, int], ...], counts: list[i
 def row(pool: RankPool, name: str, case: models.Case, plan: pt.Plan) -> dict[str, Any]:
     args, kwargs = as_call(case.inputs)
     ranks = pool.run(
-        plan.num_ranks, on_rank, plan, case.model, args, kwargs, case.target, case.loss_fn, None, STEPS, 0.05, 0
+        plan.num_ranks, on_rank, plan, case.model, args, kwargs, case.target, case.loss_fn, None, STEPS, 0.01, 0
     )
     with as_it_was(case.model):
         loss = Loss(case.model, case.loss_fn, None)
-        single = on_one_device(plan, case.model, args, kwargs, case.target, loss, Cutter(), STEPS, 0.05)
+        single = on_one_device(plan, case.model, args, kwargs, case.target, loss, Cutter(), STEPS, 0.01)
     found = compared(plan, ranks, single, STEPS, ())
     whole = found.whole_batch_error
     return {
