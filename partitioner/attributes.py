@@ -16,15 +16,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from partitioner.structures import PLAIN, is_same, opened
+from partitioner.structures import PLAIN, is_python_object, is_same, opened
 
 Place = tuple[int, int]
 """(operation, call that it happens in)"""
 
 _INTERNALS = frozenset(vars(nn.Module()))
 _STATELESS = (*PLAIN, torch.Tensor, nn.Module, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
-_HEAP_TYPE = 1 << 9
-"""Flag of classes written in Python: their attribute access can be watched."""
 _MAX_ITEMS = 1000
 
 
@@ -136,14 +134,8 @@ class Attributes:
 
 
 def _is_watchable(value: Any) -> bool:
-    cls, inside = type(value), opened(value)
-    if (
-        (inside is not None and inside.kind != "object")
-        or not cls.__flags__ & _HEAP_TYPE
-        or not hasattr(value, "__dict__")
-    ):
-        return False
-    return cls.__module__.partition(".")[0] not in ("torch", "numpy", "builtins", "random", "enum", "re", "functools")
+    inside = opened(value)
+    return is_python_object(value) and (inside is None or inside.kind == "object")
 
 
 def _content(value: Any, depth: int = 2) -> list[Any]:

@@ -75,6 +75,8 @@ class Capture:
     """Modules around layers that may run whole where no cut goes through; see `profiles.Profile.joinable`."""
     glue: dict[str, int]
     """Moments between layers, and how many torch functions ran then."""
+    dynamic: bool
+    """Whether values decide, between layers, which way the forward takes."""
     fire_hooks: tuple[str, ...]
     """Modules whose forward hooks later ranks fire too; see `profiles.Profile.fire_hooks`."""
     buffer_bytes: int
@@ -218,18 +220,19 @@ class _Chooser:
         return [chosen for child in node.children for chosen in self.choose(child, max_share, opened)]
 
     def around_collected(self) -> set[int]:
-        """Calls to open, so that a module inside whose hooks keep tensors for later is a layer of its own."""
+        """Calls to open, so that a module inside whose hooks collect tensors is a layer of its own.
+
+        All modules with such a hook: where one of them keeps nothing this time, its turn may still be counted.
+        """
         found: set[int] = set()
         for number, node in enumerate(self.nodes):
             layer = self.layer_around(number)
-            if layer is None or layer == number or not node.collected:
+            if layer is None or layer == number or not node.hooks & self.recording.collecting:
                 continue
-            stop = self.nodes[layer].stop
-            if any(when > stop for n in node.collected for when, _ in self.recording.infos[n].uses):
-                current = self.nodes[number].parent
-                while current is not None and self.layer_around(current) is not None:
-                    found.add(current)
-                    current = self.nodes[current].parent
+            current = node.parent
+            while current is not None and self.layer_around(current) is not None:
+                found.add(current)
+                current = self.nodes[current].parent
         return {number for number in found if not self.nodes[number].whole}
 
     def zone(self, when: int) -> int:
@@ -257,9 +260,9 @@ class _Chooser:
         self.forbid_regions(no_cut)
         for span in recording.spans:
             self.forbid(no_cut, self.zone(span.start), self.zone(span.stop), span.reason)
-        fire_hooks = {node.path for node in self.nodes if node.collected}
-        for number in [n for n, node in enumerate(self.nodes) if node.collected]:
-            keep_open |= {self.nodes[one].path for one in self.ancestors(number)}
+        collecting = [n for n, node in enumerate(self.nodes) if node.hooks & recording.collecting]
+        fire_hooks = {self.nodes[number].path for number in collecting}
+        keep_open |= {self.nodes[one].path for number in collecting for one in self.ancestors(number)}
         parameters = self.parameters(ids)
         used = defaultdict(list)
         for parameter in parameters:
@@ -287,6 +290,7 @@ class _Chooser:
             glue={
                 moment: count for moment, (count, node) in recording.moments.items() if self.layer_around(node) is None
             },
+            dynamic=any(self.layer_around(node) is None for node in recording.decisions),
             fire_hooks=tuple(sorted(fire_hooks)),
             buffer_bytes=sum(b.numel() * b.element_size() for b in recording.model.buffers()),
             fingerprint=fingerprint(recording.model),

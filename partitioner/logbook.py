@@ -34,7 +34,7 @@ class Entry(NamedTuple):
     """Containers of the arguments that were filled anew, with what they then held."""
     num_given: int = 0
     """Tensors of the arguments."""
-    random_states: tuple[Any, Any] | None = None
+    random_states: tuple[Any, ...] | None = None
     """States of `random` and of NumPy afterwards, where it drew from them."""
     generator: bytes | None = None
     """State of the torch generator that it was given, afterwards."""

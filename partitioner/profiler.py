@@ -116,6 +116,7 @@ def profile(
         no_cut=last.no_cut,
         joinable=last.joinable,
         glue=last.glue,
+        dynamic=last.dynamic,
         fire_hooks=last.fire_hooks,
         optimizer_s=optimizer_s,
         optimizer=optimizer,

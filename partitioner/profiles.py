@@ -131,6 +131,9 @@ class Profile(Shown, Frozen):
     leaves behind is needed on every rank."""
     glue: dict[str, int] = {}
     """Moments between layers -> how many torch functions ran then: a run in which more do has taken another way."""
+    dynamic: bool = False
+    """Whether values decide, between layers, which way the forward takes: then any stage may need what a later one
+    needed when the model was captured."""
     fire_hooks: tuple[str, ...] = ()
     """Modules whose forward hooks keep tensors for later: ranks that skip the module fire them on what it sends."""
     optimizer_s: Seconds = 0.0

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from partitioner.attributes import Attribute, Attributes, Place
 from partitioner.errors import UnsupportedModelError
 from partitioner.logbook import Arguments, Encoder, is_sendable, version
+from partitioner.restore import random_states
 from partitioner.structures import map_tensors, tensors_in
 from partitioner.tracing import HOST_READS, Watcher, may_draw, watching
 
@@ -48,6 +49,8 @@ class Node:
     """Why it must not be opened; empty where it may."""
     region: int = 0
     """Number of the checkpoint around it, 0 for none."""
+    hooks: set[Any] = field(default_factory=set)
+    """What tells its forward hooks from others."""
     collected: list[int] = field(default_factory=list)
     """Tensors that its hooks kept."""
 
@@ -105,6 +108,10 @@ class Recording:
     parameter_uses: dict[str, list[Place]] = field(default_factory=lambda: defaultdict(list))
     attributes: list[Attribute] = field(default_factory=list)
     order: list[str] = field(default_factory=list)
+    collecting: set[Any] = field(default_factory=set)
+    """Hooks that kept tensors for later."""
+    decisions: list[int] = field(default_factory=list)
+    """Calls in which values that not every rank has were brought to Python, or Python's random numbers were drawn."""
     moments: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Moment -> how many torch functions ran then, and the call that they ran in."""
     clock: int = 0
@@ -116,11 +123,14 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     recorder.note_inputs((args, dict(kwargs)))
     attributes = Attributes(model, lambda: recorder.place)
     stance = torch.compiler.set_stance("force_eager")
+    states = random_states()
     with stance, torch.enable_grad(), watching(recorder), attributes.watched():
         with _Kernels(recorder):
             output = model(*args, **dict(kwargs))
         recorder.note_output(output)
         del output
+    if random_states() != states:
+        recorder.recording.decisions.append(-1)
     recorder.recording.attributes = attributes.changed()
     return recorder.recording
 
@@ -239,6 +249,8 @@ class _Recorder(Watcher):
         before = [version(tensor) for tensor in given]
         result = func(*args, **kwargs)
         if name in HOST_READS:
+            if not all(n is not None and self.recording.infos[n].pure for n in numbers):
+                self.recording.decisions.append(self.place[1])
             self.recording.kernels.append((f"host read {len(self.recording.kernels)} of {moment}", 0.0, 0.0))
             return result
         for k, (tensor, old) in enumerate(zip(given, before, strict=True)):
@@ -274,6 +286,11 @@ class _Recorder(Watcher):
             starts.append(self.recording.infos[number].made if number is not None else uses[0][0])
         reason = "a gradient is taken inside the forward, through the layers on both sides"
         self.recording.spans.append(Span(min(starts, default=0), self.recording.clock, reason))
+
+    def on_hidden_call(self, module: nn.Module) -> None:
+        """What a custom Function calls inside is no layer: the module around it is."""
+        if len(self.stack) > 1:
+            self.recording.nodes[self.stack[-1]].whole = "an autograd Function calls its layers"
 
     def on_checkpoint(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A reentrant checkpoint: its inside is watched, but no cut may go through it."""
@@ -372,6 +389,9 @@ class _Recorder(Watcher):
             return
 
         def watched(hook: Callable[..., Any]) -> Callable[..., Any]:
+            key = getattr(hook, "__code__", type(hook))
+            node.hooks.add(key)
+
             def call(module: nn.Module, *given: Any) -> Any:
                 tensors = tensors_in(given)
                 before = [sys.getrefcount(tensor) for tensor in tensors]
@@ -381,6 +401,7 @@ class _Recorder(Watcher):
                     number = self.find(tensor)
                     if after[k] > before[k] and number is not None and result is not tensor:
                         node.collected.append(number)
+                        self.recording.collecting.add(key)
                 return result
 
             return call

@@ -5,44 +5,116 @@ from __future__ import annotations
 import contextlib
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from partitioner.structures import is_python_object
+
+_MAX_DEPTH = 4
+
+
+def random_states() -> tuple[Any, ...]:
+    """States of `random` and of NumPy's global generator, as plain data that compares and pickles."""
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return random.getstate(), (name, np.asarray(keys).tobytes(), *rest)
+
+
+def set_random_states(states: tuple[Any, ...]) -> None:
+    """Put both generators into the states that `random_states` gave."""
+    python, (name, keys, *rest) = states
+    random.setstate(python)
+    np.random.set_state((name, np.frombuffer(keys, dtype=np.uint32), *rest))
+
 
 class ModelState:
     """A model's buffers and module attributes as they are now. Parameters are not covered.
 
-    Attributes that are lists, dicts, sets or deques are given back with their contents, deeper objects as they are.
+    Attributes are followed into lists, dicts, sets, deques and objects of Python classes (a configuration), and those
+    given back with their contents; so are tensors and random generators found on the way.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._attributes = [(module, dict(vars(module))) for module in model.modules()]
-        self._contents = [
-            (value, value.copy())
-            for _, attributes in self._attributes
-            for value in attributes.values()
-            if isinstance(value, (list, dict, set, deque))
-        ]
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if not buffer.is_meta]
+        self._undo: list[Callable[[], None]] = []
+        self._known = {id(parameter) for parameter in model.parameters()}
+        self._kept: list[Any] = []
+        for module in model.modules():
+            self._keep(vars(module), 0)
+        for buffer in model.buffers():
+            self._keep(buffer, 0)
 
     def restore(self) -> None:
         """Give it all back, in place. Graphs that hold a buffer stay valid."""
-        for module, attributes in self._attributes:
-            vars(module).clear()
-            vars(module).update(attributes)
-        for container, content in self._contents:
-            _refill(container, content)
-        for buffer, before in self._buffers:
-            buffer.data.copy_(before)
+        for undo in self._undo:
+            undo()
+
+    def _keep(self, item: Any, depth: int) -> None:
+        if id(item) in self._known or depth > _MAX_DEPTH:
+            return
+        if isinstance(item, torch.Tensor):
+            self._note(item)
+            if not item.is_meta and item.layout == torch.strided and not item.is_nested:
+                self._undo.append(_tensor_undo(item))
+        elif isinstance(item, (list, dict, set, deque)):
+            self._note(item)
+            self._undo.append(_container_undo(item))
+            for part in item.values() if isinstance(item, dict) else item:
+                self._keep(part, depth + 1)
+        elif isinstance(item, tuple):
+            for part in item:
+                self._keep(part, depth + 1)
+        elif isinstance(item, (torch.Generator, random.Random, np.random.Generator)):
+            self._note(item)
+            self._undo.append(_generator_undo(item))
+        elif is_python_object(item):
+            self._note(item)
+            self._keep(vars(item), depth)
+
+    def _note(self, item: Any) -> None:
+        self._known.add(id(item))
+        self._kept.append(item)
 
 
-def _refill(container: Any, content: Any) -> None:
-    container.clear()
-    container.extend(content) if isinstance(container, (list, deque)) else container.update(content)
+def _tensor_undo(tensor: torch.Tensor) -> Callable[[], None]:
+    before = tensor.detach().clone()
+
+    def undo() -> None:
+        if not torch.equal(tensor, before):
+            tensor.data.copy_(before)
+
+    return undo
+
+
+def _container_undo(container: Any) -> Callable[[], None]:
+    before = container.copy()
+
+    def undo() -> None:
+        container.clear()
+        container.extend(before) if isinstance(container, (list, deque)) else container.update(before)
+
+    return undo
+
+
+def _generator_undo(generator: Any) -> Callable[[], None]:
+    if isinstance(generator, torch.Generator):
+        before: Any = generator.get_state()
+    elif isinstance(generator, random.Random):
+        before = generator.getstate()
+    else:
+        before = generator.bit_generator.state
+
+    def undo() -> None:
+        if isinstance(generator, torch.Generator):
+            generator.set_state(before)
+        elif isinstance(generator, random.Random):
+            generator.setstate(before)
+        else:
+            generator.bit_generator.state = before
+
+    return undo
 
 
 @contextlib.contextmanager
@@ -56,13 +128,12 @@ def untouched(model: nn.Module) -> Iterator[ModelState]:
     for parameter, _ in gradients:
         parameter.grad = None
     devices = sorted({tensor.device.index or 0 for tensor in model.parameters() if tensor.is_cuda})
-    python_state, numpy_state = random.getstate(), np.random.get_state()
+    states = random_states()
     with torch.random.fork_rng(devices=devices):
         try:
             yield state
         finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
+            set_random_states(states)
             state.restore()
             for parameter, gradient in gradients:
                 parameter.grad = gradient

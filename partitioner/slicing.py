@@ -13,13 +13,11 @@ goes another way than the log says is an error on the spot, never another number
 from __future__ import annotations
 
 import pickle
-import random
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -28,6 +26,7 @@ from partitioner.errors import UnsupportedModelError
 from partitioner.logbook import Arguments, Decoder, Encoder, Entry, pickled
 from partitioner.profiles import Profile
 from partitioner.recording import ROOT
+from partitioner.restore import random_states, set_random_states
 from partitioner.standins import StandIn, exchange
 from partitioner.structures import map_tensors, tensors_in
 from partitioner.tracing import HOST_READS, Watcher, may_draw, unwatched, unwrap, watching
@@ -100,6 +99,8 @@ class Slice:
         for tensor in profile.tensors:
             made = stage_of[tensor.producer]
             used = {stage_of[layer] for layer in tensor.consumers}
+            if profile.dynamic:  # a stage in between may come to run what a later one ran
+                used |= set(range(made + 1, max(used) + 1))
             if made == stage:
                 for target in sorted(used - {stage}):
                     route = self.routes.setdefault(target, [])
@@ -203,7 +204,7 @@ class _Walk(Watcher):
         self.ended = False
         self.strayed = False
         """The forward goes another way than the captured one did: what later stages need is not known."""
-        self.python_state: Any = None
+        self.random_states: tuple[Any, ...] | None = None
         for source, payload in received.items():
             self.names[source], strayed, next_call, log = part.opened_header(source, payload.header)
             self.strayed |= strayed
@@ -235,8 +236,6 @@ class _Walk(Watcher):
     # -- what happens
 
     def on_read(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self.local and name in ("__repr__", "__format__") and isinstance(args[0], StandIn):
-            return f"<{args[0].label} of an earlier stage>"
         return func(*args, **kwargs)
 
     def on_function(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -299,6 +298,9 @@ class _Walk(Watcher):
     def is_foreign(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's values are another stage's affair: stand-ins, parameters, buffers."""
         return isinstance(tensor, (StandIn, nn.Parameter)) or tensor.requires_grad or id(tensor) in self.part.buffers
+
+    def on_hidden_call(self, module: nn.Module) -> None:
+        pass
 
     def on_checkpoint(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.ended:
@@ -368,13 +370,13 @@ class _Walk(Watcher):
             self.strayed = True
         given = Arguments(args, kwargs)
         counts = dict(self.num_calls) if self.counted else {}
-        python_state = _python_state() if self.python_state is None else self.python_state
+        states = random_states() if self.random_states is None else self.random_states
         try:
             result = run(*args, **kwargs)
         except Exception as error:
             self.own.append(Entry(call_id, call_id, error=pickled(error)))
             raise
-        self.python_state = _python_state()
+        self.random_states = random_states()
         encoder = Encoder(given)
         code = encoder(result)
         self.own.append(
@@ -385,7 +387,7 @@ class _Walk(Watcher):
                 given.written(),
                 tuple((k, encoder.container(content)) for k, content in given.refilled()),
                 len(given.tensors),
-                None if _equal_states(python_state, self.python_state) else self.python_state,
+                None if states == self.random_states else self.random_states,
                 counts=tuple((path, n - counts.get(path, 0)) for path, n in self.num_calls.items()) if counts else (),
             )
         )
@@ -465,8 +467,7 @@ class _Walk(Watcher):
         for k, tensor in enumerate(decoder.tensors):
             self.named[first if k == 0 else f"{moment}:{k}"] = tensor
         if entry.random_states is not None:
-            random.setstate(entry.random_states[0])
-            np.random.set_state(entry.random_states[1])
+            set_random_states(entry.random_states)
         for path, count in entry.counts:
             self.num_calls[path] += count
         return result
@@ -499,14 +500,17 @@ class _Walk(Watcher):
                 leaves: list[torch.Tensor | None] = []
                 for name, requires_grad in names:
                     value, leaf = next(tensors).detach(), None  # another object: the payload's own stays what it is
+                    target = self.named.get(name)
+                    if target is not None:
+                        value = _strided_like(value, target)
                     if requires_grad and torch.is_grad_enabled():
                         leaf = value.requires_grad_()
+                        value = leaf.clone()
                     leaves.append(leaf)
-                    target = self.named.get(name)
                     if target is not None and id(target) not in taken:
                         taken.add(id(target))
                         filled[name] = target
-                        exchange(target, _like(value, target, copy=leaf is not None))
+                        exchange(target, value)
                 self.leaves[source] = leaves
             self.named = {name: tensor for name, tensor in self.named.items() if name in self.part.wanted}
             if not self.last:
@@ -656,7 +660,7 @@ def backward_through(run: SliceRun, gradients: Mapping[int, Sequence[torch.Tenso
         for tensor, gradient in zip(payload.tensors, gradients[target], strict=True):
             if gradient is None or not tensor.requires_grad:
                 continue
-            key = id(tensor)
+            key, gradient = id(tensor), _strided_like(gradient, tensor)
             tensors[key] = tensor
             sums[key] = sums[key] + gradient if key in sums else gradient
     if tensors:
@@ -730,12 +734,12 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.requires_grad else tensor.detach()
 
 
-def _like(value: torch.Tensor, target: torch.Tensor, copy: bool) -> torch.Tensor:
-    """The received values with the strides that they had where they were made: some functions look at those."""
-    if value.stride() != target.stride() and _is_dense(target):
-        made = torch.empty_strided(value.shape, target.stride(), dtype=value.dtype, device=value.device)
-        return made.copy_(value)
-    return value.clone() if copy else value
+def _strided_like(value: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
+    """The values with the strides that they had where they were made: functions look at those, and sum along them."""
+    if value.stride() == original.stride() or not _is_dense(original):
+        return value
+    made = torch.empty_strided(value.shape, original.stride(), dtype=value.dtype, device=value.device)
+    return made.copy_(value)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -766,12 +770,3 @@ def _storage(tensor: torch.Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):
         return id(tensor)
-
-
-def _python_state() -> tuple[Any, Any]:
-    return random.getstate(), np.random.get_state()
-
-
-def _equal_states(first: tuple[Any, Any], second: tuple[Any, Any]) -> bool:
-    (python, numpy), (other_python, other_numpy) = first, second
-    return bool(python == other_python and numpy[2] == other_numpy[2] and (numpy[1] == other_numpy[1]).all())

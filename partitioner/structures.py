@@ -125,6 +125,20 @@ def is_same(now: Any, before: Any) -> bool:
     return isinstance(now, PLAIN) and type(now) is type(before) and bool(now == before)
 
 
+def is_python_object(value: Any) -> bool:
+    """Whether a value is an object of a class written in Python that keeps its state in attributes."""
+    cls = type(value)
+    if not cls.__flags__ & _HEAP_TYPE or not hasattr(value, "__dict__"):
+        return False
+    if isinstance(value, (torch.Tensor, nn.Module, type)):
+        return False
+    return cls.__module__.partition(".")[0] not in ("torch", "numpy", "builtins", "random", "enum", "re", "functools")
+
+
+_HEAP_TYPE = 1 << 9
+"""Flag of classes written in Python."""
+
+
 def map_tensors(value: Any, change: Callable[[torch.Tensor], Any], opaque: Callable[[Any], Any] | None = None) -> Any:
     """`value` with every tensor replaced, through any nesting of containers.
 

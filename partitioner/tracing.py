@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
 READS = frozenset(
     "size dim numel stride is_floating_point is_complex is_contiguous element_size storage_offset __len__ ndimension "
-    "nelement get_device __hash__ __repr__ __format__ is_signed is_inference is_same_size dim_order has_names is_conj "
+    "nelement get_device __hash__ is_signed is_inference is_same_size dim_order has_names is_conj "
     "is_neg is_coalesced sym_size is_shared is_pinned data_ptr untyped_storage storage type_as_string "
     "register_hook register_post_accumulate_grad_hook retain_grad __dir__ __reduce_ex__ __setstate__ "
     "is_tensor is_storage result_type can_cast promote_types get_default_dtype is_grad_enabled __class__ "
@@ -43,7 +43,7 @@ TENSOR_PROPERTIES = frozenset("T mT H mH real imag data grad".split())
 
 HOST_READS = frozenset(
     "item tolist numpy __bool__ __int__ __float__ __index__ __complex__ is_nonzero equal allclose __contains__ "
-    "__array__".split()
+    "__array__ __format__ __repr__".split()
 )
 """Functions that bring a tensor's values to Python, where the model may branch on them."""
 
@@ -99,6 +99,8 @@ class Watcher(ABC):
         self.moment = ""
         self.num_functions = 0
         self.num_calls: Counter[str] = Counter()
+        self.in_custom = False
+        """Inside of a custom autograd Function."""
         self.failure: Exception | None = None
         """The first error that was reported, which the model's own code may have swallowed."""
 
@@ -131,6 +133,10 @@ class Watcher(ABC):
     @abstractmethod
     def on_function(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A torch function is called that is not just a read; `func(*args, **kwargs)` runs it."""
+
+    @abstractmethod
+    def on_hidden_call(self, module: nn.Module) -> None:
+        """A module is called by a custom autograd Function, so that nothing more will be told of it."""
 
     @abstractmethod
     def on_checkpoint(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -177,6 +183,9 @@ def _watched_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if _current.counting is not None and id(module) in _current.counting.counted:
             _current.counting.enter(_current.counting.counted[id(module)])
         return _module_call(module, *args, **kwargs)
+    if watcher.in_custom:
+        watcher.on_hidden_call(module)
+        return _module_call(module, *args, **kwargs)
     path = watcher.tracked.get(id(module))
     if path is None:
         return _module_call(module, *args, **kwargs)
@@ -193,13 +202,21 @@ def _watched_apply(function: type[torch.autograd.Function], *args: Any, **kwargs
     def run(*args: Any, **kwargs: Any) -> Any:
         return _function_apply(function, *args, **kwargs)
 
-    if watcher is None:
+    if watcher is None or watcher.in_custom:
         return run(*args, **kwargs)
     if function.__name__ == "CheckpointFunction":
         return watcher.on_checkpoint(run, args, kwargs)
+
+    def run_hidden(*args: Any, **kwargs: Any) -> Any:
+        watcher.in_custom = True
+        try:
+            return run(*args, **kwargs)
+        finally:
+            watcher.in_custom = False
+
     # A custom Function bypasses the function mode, so it is announced here; what it runs inside is its own affair.
     with _pop_mode_temporarily():
-        return watcher.on_function(f"apply {function.__qualname__}", run, args, kwargs)
+        return watcher.on_function(f"apply {function.__qualname__}", run_hidden, args, kwargs)
 
 
 def _watched_frame_init(frame: Any, *args: Any, **kwargs: Any) -> None:

@@ -39,6 +39,7 @@ def profile_of(captured: Capture, dtype: str = "float32") -> Profile:
         no_cut=captured.no_cut,
         joinable=captured.joinable,
         glue=captured.glue,
+        dynamic=captured.dynamic,
         fire_hooks=captured.fire_hooks,
         device="a desk",
         device_kind="cpu",
