@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from partitioner.capture import copied
 from partitioner.errors import UnsupportedModelError
 from partitioner.losses import Loss
 from partitioner.microbatches import MicroBatch
 from partitioner.profiles import Profile
-from partitioner.restore import untouched
+from partitioner.restore import ModelState, untouched
 from partitioner.slicing import Slice, chain
+from partitioner.structures import map_tensors
 
 TOLERANCE = 1e-4
 """Of the largest gradient of a parameter; one device differs from itself by less (fp32, other order of sums)."""
@@ -28,39 +31,62 @@ def check_split(
     part: MicroBatch,
     loss: Loss,
     *,
+    second: MicroBatch | None = None,
     seed: int = 0,
 ) -> float:
     """The worst relative difference of the loss and of any gradient, sliced against unsliced; the model is untouched.
 
+    Two rounds, the second (of `second`, or of `part` again) from the state in which the first left the model. Each
+    stage keeps a state of its own, as on its own rank: what another stage leaves on a module does not reach it.
     Stages one after another draw random numbers in the order of the whole forward, so dropout may stay on. Difference
     is relative to the gradient's largest entry, or to 1e-4 of the model's largest where that is larger (some true
     gradients are 0). UnsupportedModelError where it is more than `TOLERANCE` and more than the model differs from
-    itself. Each stage starts with the model's state of before, as on a rank of its own: what an earlier stage leaves
-    on a module does not reach it.
+    itself.
     """
-    with untouched(model) as state, torch.enable_grad():
-        whole = _results(model, seed, lambda: _plain(model, part, loss))
-        parts = [Slice(model, profile, stage_of, stage) for stage in range(max(stage_of.values()) + 1)]
+    rounds = (part, second or part)
+    stages = range(max(stage_of.values()) + 1)
+    with untouched(model) as start, torch.enable_grad():
 
-        def sliced() -> torch.Tensor:
-            def start() -> None:
-                state.restore()
-                _seed_python(seed)
+        def whole() -> list[dict[str, torch.Tensor]]:
+            start.restore()
+            return [_results(model, seed + k, _plain, one, loss) for k, one in enumerate(rounds)]
 
-            runs, backward = chain(parts, part.args, part.kwargs, before_each=start)
-            value = loss.of(runs[-1].output, part.target)
-            backward(value)
-            return value.detach()
-
-        found = _results(model, seed, sliced)
-        state.restore()
-        worst, where = worst_difference(whole, found)
+        expected = whole()
+        slices = [Slice(model, profile, stage_of, stage) for stage in stages]
+        states = [start] * len(slices)
+        worst, where = 0.0, "none"
+        for k, one in enumerate(rounds):
+            found = _results(model, seed + k, _sliced, one, loss, slices, states, seed + k)
+            error, whose = worst_difference(expected[k], found)
+            if not error <= worst:
+                worst, where = error, whose
         if not worst <= TOLERANCE:
-            again = _results(model, seed, lambda: _plain(model, part, loss))
-            own, _ = worst_difference(whole, again)
+            own = max(worst_difference(a, b)[0] for a, b in zip(expected, whole(), strict=True))
             if not worst <= 2 * own:
                 raise UnsupportedModelError(_refusal(profile, stage_of, worst, where))
     return worst
+
+
+def _sliced(
+    model: nn.Module, part: MicroBatch, loss: Loss, slices: Sequence[Slice], states: list[ModelState], seed: int
+) -> torch.Tensor:
+    """One step in stages; `states` are the model's as each stage knows it, before and then after."""
+    stage = -1
+
+    def change_stage() -> None:
+        nonlocal stage
+        if stage >= 0:
+            states[stage] = ModelState(model)
+        stage += 1
+        if stage < len(slices):
+            states[stage].restore()
+            _seed_python(seed)
+
+    runs, backward = chain(slices, part.args, part.kwargs, before_each=change_stage)
+    change_stage()
+    value = loss.of(runs[-1].output, part.target)
+    backward(value)
+    return value.detach()
 
 
 def _refusal(profile: Profile, stage_of: Mapping[str, int], worst: float, where: str) -> str:
@@ -79,19 +105,20 @@ def _seed_python(seed: int) -> None:
 
 
 def _plain(model: nn.Module, part: MicroBatch, loss: Loss) -> torch.Tensor:
-    value = loss.of(model(*part.args, **part.kwargs), part.target)
+    args, kwargs = map_tensors((part.args, part.kwargs), copied)
+    value = loss.of(model(*args, **kwargs), part.target)
     if value.requires_grad:  # not where nothing at all is trained
         value.backward()  # type: ignore[no-untyped-call]
     return value.detach()
 
 
-def _results(model: nn.Module, seed: int, run: Callable[[], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The loss and every gradient of one run from the same random state."""
+def _results(model: nn.Module, seed: int, run: Callable[..., torch.Tensor], *given: Any) -> dict[str, torch.Tensor]:
+    """The loss and every gradient of `run(model, *given)` from the random state of a seed."""
     torch.manual_seed(seed)
     _seed_python(seed)
     for parameter in model.parameters():
         parameter.grad = None
-    results = {"the loss": run()}
+    results = {"the loss": run(model, *given)}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             gradient = parameter.grad

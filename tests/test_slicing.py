@@ -9,12 +9,14 @@ import random
 import pytest
 import torch
 from models import CASES, Case, build
-from side_by_side import difference, even_cuts, possible_cuts, quiet, run_cut, run_whole, split, stage_models
+from odd_models import ODD
+from side_by_side import difference, even_cuts, possible_cuts, quiet, run_cut, run_whole, seed_all, split, stage_models
 from torch import nn
 
 from partitioner.capture import capture
 from partitioner.errors import UnsupportedModelError
 from partitioner.slicing import Slice, alone, backward_through, chain, gradients_of, survey
+from partitioner.tracing import unwrap
 
 
 def captured_case(name: str, max_share: float) -> tuple[Case, object]:
@@ -295,3 +297,39 @@ def test_python_random_numbers_agree_with_the_uncut_model() -> None:
             worst, where = difference(run_whole(case, seed=seed), cut_result)
             assert worst == 0, (seed, cut, where)
     assert compared
+
+
+NOWHERE = {
+    "generator_of_its_own": "generator",
+    "running_counter_in_buffers": "steps",
+    "vmap_around_a_child": "functorch",
+    "grad_transform_around_children": "functorch",
+    "jvp_in_glue": "functorch",
+    "tensor_subclass_crosses": "special kind",
+}
+"""Odd models that cannot be cut at all, and a word of the reason."""
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", ODD)
+def test_odd_models_are_cut_where_that_is_right_and_nowhere_else(name: str) -> None:
+    """Three steps in a row, since many of them keep something from one to the next."""
+    case = ODD[name]()
+    case.model = unwrap(case.model)
+    seed_all(0)
+    captured = capture(case.model, case.args, case.kwargs, max_share=0.0)
+    cuts = possible_cuts(captured)
+    if name in NOWHERE:
+        assert not cuts
+        assert all(NOWHERE[name] in reason for reason in captured.no_cut.values())
+        return
+    assert cuts or name == "root_is_one_layer"
+    singles = [[cut] for cut in cuts[:: 1 + len(cuts) // 6]]
+    for chosen in [*singles, *([[cuts[0], cuts[len(cuts) // 2], cuts[-1]]] if len(cuts) > 2 else [])]:
+        stage_of = split(captured, chosen)
+        whole, models = copy.deepcopy(case.model), stage_models(case.model, captured, stage_of)
+        for step in range(3):
+            fresh = [dataclasses.replace(case, args=copy.deepcopy(case.args)) for _ in range(2)]
+            expected = run_whole(fresh[0], seed=step, model=whole)
+            worst, where = difference(expected, run_cut(fresh[1], captured, stage_of, seed=step, models=models))
+            assert worst < 1e-5, (chosen, step, where)
