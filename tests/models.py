@@ -66,7 +66,7 @@ def llama(batch: int = 8, layers: int = 4, width: int = 64, length: int = 12) ->
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=101,
-        max_position_embeddings=64,
+        max_position_embeddings=max(64, length),
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
@@ -85,7 +85,7 @@ def bert(batch: int = 8, layers: int = 4, width: int = 64, length: int = 12) -> 
         intermediate_size=2 * width,
         num_attention_heads=4,
         vocab_size=101,
-        max_position_embeddings=64,
+        max_position_embeddings=max(64, length),
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )
