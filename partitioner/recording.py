@@ -29,8 +29,6 @@ from partitioner.tracing import HOST_READS, Watcher, may_draw, watching
 ROOT = "(whole model)"
 """Layer id of a model that cannot be opened at all."""
 
-_VALUE_DEPENDENT = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "is_nonzero", "equal")
-
 
 @dataclass
 class Node:
@@ -247,6 +245,11 @@ class _Recorder(Watcher):
         if name in ("grad", "backward"):
             self.note_gradient(name, args, kwargs)
         before = [version(tensor) for tensor in given]
+        if name in HOST_READS and any(tensor.is_meta for tensor in given):
+            raise UnsupportedModelError(
+                f"the forward reads values with {name} after {self.moment}, and on the meta device there are none: "
+                f"take a model with weights, or inputs with which it reads none"
+            )
         result = func(*args, **kwargs)
         if name in HOST_READS:
             if not all(n is not None and self.recording.infos[n].pure for n in numbers):
@@ -440,7 +443,7 @@ class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
         count = flop_registry.get(packet)
         flops = float(count(*args, **kwargs, out_val=result)) if count is not None else 0.0
         moved = sum(map(_nbytes, (*given, *tensors_in(result))))
-        depends = any(word in str(packet) for word in _VALUE_DEPENDENT)
+        depends = _depends_on_values(func, given)
         kernels = recorder.recording.kernels
         mark = f" at {len(kernels)}" if depends else ""
         kernels.append((f"{func} {map_tensors((args, kwargs), _look)}{mark}", flops, float(moved)))
@@ -459,6 +462,17 @@ class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
                         f"the forward changes the parameter {name!r} in place ({func}): how often that happens depends "
                         f"on the number of micro-batches and ranks. Do it after the step, outside of the forward"
                     )
+
+
+def _depends_on_values(func: Any, given: list[torch.Tensor]) -> bool:
+    """Whether what a kernel returns, or the size of it, depends on what its tensors hold."""
+    if torch.Tag.data_dependent_output in func.tags:
+        return True
+    if torch.Tag.dynamic_output_shape not in func.tags:
+        return False
+    if func._overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put_):
+        return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in given)
+    return True
 
 
 def _look(tensor: torch.Tensor) -> str:

@@ -1,0 +1,110 @@
+"""A model's state and the random states, given back whatever was done to them."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import deque
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from partitioner.restore import ModelState, random_states, set_random_states, untouched
+
+
+class Options:
+    def __init__(self) -> None:
+        self.kind, self.nested = None, {"deep": [1]}
+
+
+class Keeps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(2, 2), nn.BatchNorm1d(2)
+        self.items, self.table, self.seen, self.queue = [1], {"a": [1]}, {1}, deque([1], maxlen=2)
+        self.options, self.pair = Options(), ([1], 2)
+        self.bank = [torch.zeros(2)]
+        self.generator, self.dice = torch.Generator().manual_seed(1), random.Random(1)
+        self.numbers = np.random.default_rng(1)
+        self.register_buffer("wide", torch.arange(2).expand(3, 2))
+
+
+def disturb(model: Keeps) -> None:
+    model.items.append(2)
+    model.table["a"].append(2)
+    model.table["b"] = 1
+    model.seen.add(2)
+    model.queue.append(3)
+    model.options.kind = "set"
+    model.options.nested["deep"].append(2)
+    model.pair[0].append(2)
+    model.bank[0].add_(1)
+    model.bank.append(torch.ones(1))
+    torch.rand(1, generator=model.generator)
+    model.dice.random()
+    model.numbers.random()
+    model.norm(torch.randn(4, 2))
+    model.norm.running_mean = torch.ones(2)
+    model.layer.register_forward_hook(lambda *args: None)
+    model.layer.new = 1
+    model.eval()
+    random.random()
+    np.random.rand()
+    torch.rand(1)
+
+
+def look(model: Keeps) -> list[object]:
+    return [
+        *(
+            model.items,
+            model.table,
+            model.seen,
+            list(model.queue),
+            model.options.kind,
+            model.options.nested,
+            model.pair,
+        ),
+        *([tensor.tolist() for tensor in model.bank], model.generator.get_state().tolist(), model.dice.getstate()),
+        *(model.numbers.bit_generator.state, model.norm.running_mean.tolist(), len(model.layer._forward_hooks)),
+        *(int(model.norm.num_batches_tracked), hasattr(model.layer, "new"), model.training, model.layer.training),
+        *(random_states(), torch.get_rng_state().tolist()),
+    ]
+
+
+def test_untouched_gives_back_everything_even_when_an_error_passes() -> None:
+    model = Keeps()
+    model.layer.weight.grad = gradient = torch.ones(2, 2)
+    before, buffer = copy.deepcopy(look(model)), model.norm.running_mean
+
+    def fail() -> None:
+        with untouched(model):
+            assert model.layer.weight.grad is None
+            disturb(model)
+            assert look(model) != before
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert look(model) == before
+    assert model.norm.running_mean is buffer
+    assert model.layer.weight.grad is gradient
+
+
+def test_a_state_can_be_given_back_between_a_forward_and_its_backward() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    state = ModelState(model)
+    loss = model(torch.randn(4, 2)).sum()
+    state.restore()
+    loss.backward()
+    assert float(model[1].running_mean.abs().sum()) == 0
+
+
+def test_random_states_are_plain_data_that_go_round() -> None:
+    states = random_states()
+    drawn = (random.random(), np.random.rand())
+    assert random_states() != states
+    set_random_states(states)
+    assert random_states() == states
+    assert (random.random(), np.random.rand()) == drawn
