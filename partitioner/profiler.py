@@ -28,7 +28,7 @@ from partitioner.losses import Loss, LossFunction
 from partitioner.microbatches import Cutter, MicroBatch, as_call
 from partitioner.profiles import Layer, LayerCost, Profile, Tensor
 from partitioner.restore import untouched
-from partitioner.slicing import Payload, Slice, SliceRun, alone, survey
+from partitioner.slicing import Meter, Payload, Slice, SliceRun, alone, survey
 from partitioner.structures import map_tensors, tensors_in
 from partitioner.tracing import unwrap
 
@@ -297,8 +297,9 @@ def _resident(model: nn.Module, layer: CapturedLayer, device: torch.device, ever
     made: dict[int, nn.Parameter] = {}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     undo: list[tuple[dict[str, Any], str, Any]] = []
+    within = set(model.get_submodule(layer.module).modules())
     for module in model.modules():
-        inside = module in set(model.get_submodule(layer.module).modules())
+        inside = module in within
         for name, parameter in module._parameters.items():
             if parameter is None or (names[id(parameter)] not in wanted):
                 continue
@@ -331,10 +332,12 @@ def _measure(
         for k, probe in enumerate(probes):
             with _resident(model, probe.layer, device, everywhere):
                 _count_saved(model, probe, device)
+                part = _slice(model, probe, device)
                 while not _enough(probe):
-                    _time_once(model, probe, clock, device)
+                    _time_once(part, probe, clock)
             tell("measuring layers", 0.1 + 0.8 * (k + 1) / len(probes))
         return
+    parts = {id(probe): _slice(model, probe, device) for probe in probes}
     for probe in probes:
         _count_saved(model, probe, device)
     for repeat in range(MAX_REPEATS):
@@ -342,7 +345,7 @@ def _measure(
         if not left:
             break
         for probe in left:
-            _time_once(model, probe, clock, device)
+            _time_once(parts[id(probe)], probe, clock)
         tell("measuring layers", 0.1 + 0.8 * (repeat + 1) / MAX_REPEATS)
 
 
@@ -372,22 +375,43 @@ def _backward(roots: torch.Tensor | list[torch.Tensor], gradients: list[torch.Te
         torch.autograd.backward(roots, gradients)
 
 
-def _time_once(model: nn.Module, probe: _Probe, clock: _Clock, device: torch.device) -> None:
-    marks: list[Any] = []
+class _StopWatch(Meter):
+    """Adds up the layers and functions of a stage's own part; what watching them costs is left out."""
 
-    def mark(_: dict[str, torch.Tensor] | None = None) -> None:
-        marks.append(clock.now())
+    def __init__(self, clock: _Clock) -> None:
+        self.clock = clock
+        self.marks: list[Any] = []
 
-    part = _slice(model, probe, device)
-    run = part.run(probe.part.args, probe.part.kwargs, probe.received, on_begin=mark, on_end=mark)
+    def start(self) -> None:
+        self.marks.append(self.clock.now())
+
+    stop = start
+
+    def seconds(self) -> float:
+        return sum(map(self.clock.between, self.marks[::2], self.marks[1::2]))
+
+
+class _Received(Meter):
+    """Keeps what was put in, by name."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def begin(self, received: dict[str, torch.Tensor]) -> None:
+        self.tensors = received
+
+
+def _time_once(part: Slice, probe: _Probe, clock: _Clock) -> None:
+    watch = _StopWatch(clock)
+    run = part.run(probe.part.args, probe.part.kwargs, probe.received, meter=watch)
+    watch.start()
     roots = _finish(probe, run)
-    if probe.loss is not None:
-        marks[1] = clock.now()
+    watch.stop()
     gradients = [] if isinstance(roots, torch.Tensor) else [torch.ones_like(tensor) for tensor in roots]
     before = clock.now()
     _backward(roots, gradients)
     stop = clock.now()
-    probe.forward_s.append(clock.between(marks[0], marks[1]))
+    probe.forward_s.append(watch.seconds())
     probe.backward_s.append(clock.between(before, stop))
 
 
@@ -395,7 +419,7 @@ def _count_saved(model: nn.Module, probe: _Probe, device: torch.device) -> None:
     """Warm up once, and count what autograd keeps: each storage once, parameters and buffers left out."""
     ours = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
     saved: dict[int, int] = {}
-    put_in: dict[str, torch.Tensor] = {}
+    put_in = _Received()
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         key = _storage(tensor)
@@ -405,10 +429,10 @@ def _count_saved(model: nn.Module, probe: _Probe, device: torch.device) -> None:
 
     part = _slice(model, probe, device)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        run = part.run(probe.part.args, probe.part.kwargs, probe.received, on_begin=put_in.update)
+        run = part.run(probe.part.args, probe.part.kwargs, probe.received, meter=put_in)
         roots = _finish(probe, run)
     given = {_storage(tensor) for tensor in tensors_in(probe.part)}
-    received = {_storage(tensor): name for name, tensor in put_in.items()}
+    received = {_storage(tensor): name for name, tensor in put_in.tensors.items()}
     probe.own_saved_bytes = sum(size for key, size in saved.items() if key not in received and key not in given)
     probe.saved_inputs = tuple(name for key, name in received.items() if key in saved)
     sent = {
@@ -417,7 +441,7 @@ def _count_saved(model: nn.Module, probe: _Probe, device: torch.device) -> None:
         for name, tensor in zip((n for n in part.routes[target] if n is not None), payload.tensors, strict=False)
     }
     probe.saved_outputs = tuple(name for name, key in sent.items() if key in saved)
-    probe.inputs, probe.outputs = tuple(put_in), tuple(sent)
+    probe.inputs, probe.outputs = tuple(put_in.tensors), tuple(sent)
     _backward(roots, [] if isinstance(roots, torch.Tensor) else [torch.ones_like(tensor) for tensor in roots])
 
 

@@ -58,6 +58,19 @@ class _Reached(BaseException):
     """The forward has come to the next stage's first layer."""
 
 
+class Meter:
+    """Told of a stage's own part: when it begins, and of each layer and torch function of it that runs."""
+
+    def begin(self, received: dict[str, torch.Tensor]) -> None:
+        """The part begins, with these tensors put in by name."""
+
+    def start(self) -> None:
+        """A layer or function starts."""
+
+    def stop(self) -> None:
+        """It has ended."""
+
+
 class Slice:
     """Stage `stage` of `model`, cut as `stage_of` says (layer id -> stage).
 
@@ -128,15 +141,13 @@ class Slice:
         kwargs: Mapping[str, Any],
         received: Mapping[int, Payload] | None = None,
         *,
-        on_begin: Callable[[dict[str, torch.Tensor]], None] | None = None,
-        on_end: Callable[[], None] | None = None,
+        meter: Meter | None = None,
     ) -> SliceRun:
         """Forward of one micro-batch, under the caller's grad mode and random state.
 
-        `received`: what each of `sources` sent. `on_begin` is called when the stage's own part starts, with the
-        tensors that were put in by name; `on_end` when its last layer and the glue behind it have run.
+        `received`: what each of `sources` sent. `meter` is told of the stage's own part.
         """
-        walk = _Walk(self, received or {}, on_begin)
+        walk = _Walk(self, received or {}, meter)
         if self.stage:
             writes = any(entry.writes for entry in walk.log)
             args, kwargs = map_tensors((args, dict(kwargs)), copied if writes else _alias)
@@ -155,8 +166,6 @@ class Slice:
                 pass
             if walk.failure is not None:
                 raise walk.failure
-            if on_end is not None:
-                on_end()
             if self.stage + 1 == self.num_stages:
                 walk.refuse_stand_ins(output)
                 return SliceRun(output=output, leaves=walk.leaves)
@@ -180,11 +189,9 @@ class Slice:
 class _Walk(Watcher):
     """One forward: what to do at each call and function depends on whether the stage's own part has begun."""
 
-    def __init__(
-        self, part: Slice, received: Mapping[int, Payload], on_begin: Callable[[dict[str, torch.Tensor]], None] | None
-    ) -> None:
+    def __init__(self, part: Slice, received: Mapping[int, Payload], meter: Meter | None) -> None:
         super().__init__(part.tracked, part.counted)
-        self.part, self.received, self.on_begin = part, received, on_begin
+        self.part, self.received, self.meter = part, received, meter
         self.local = part.stage == 0
         self.last = part.stage + 1 == part.num_stages
         self.named: dict[str, torch.Tensor] = {}
@@ -210,8 +217,8 @@ class _Walk(Watcher):
             self.strayed |= strayed
             if log is not None:
                 self.log, self.next_call = log, next_call
-        if self.local and on_begin is not None:
-            on_begin({})
+        if self.local and meter is not None:
+            meter.begin({})
 
     def note_inputs(self, inputs: Any) -> None:
         with torch._C.DisableTorchFunction():
@@ -233,6 +240,15 @@ class _Walk(Watcher):
     def keep_survivors(self) -> None:
         self.survivors = {name: tensor for name in self.alive if (tensor := self.alive[name]()) is not None}
 
+    def metered(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.meter is None:
+            return run(*args, **kwargs)
+        self.meter.start()
+        try:
+            return run(*args, **kwargs)
+        finally:
+            self.meter.stop()
+
     # -- what happens
 
     def on_read(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -248,12 +264,12 @@ class _Walk(Watcher):
             self.begin()
         self.refuse_strangers(args)
         if self.last:
-            return func(*args, **kwargs)
+            return self.metered(func, args, kwargs)
         if self.num_functions > self.part.glue.get(self.moment, 0):
             self.strayed = True
         given = Arguments(args, kwargs)
         try:
-            result = func(*args, **kwargs)
+            result = self.metered(func, args, kwargs)
         except Exception as error:
             self.own.append(Entry(moment, name, error=pickled(error)))
             raise
@@ -361,7 +377,7 @@ class _Walk(Watcher):
             raise self.other_way(f"calls {call_id} after a layer of stage {self.part.stage}", "placed it before")
         try:
             with unwatched():
-                return run(*args, **kwargs) if self.last else self.logged(call_id, run, args, kwargs)
+                return self.metered(run, args, kwargs) if self.last else self.logged(call_id, run, args, kwargs)
         finally:
             self.at(call_id)
 
@@ -372,7 +388,7 @@ class _Walk(Watcher):
         counts = dict(self.num_calls) if self.counted else {}
         states = random_states() if self.random_states is None else self.random_states
         try:
-            result = run(*args, **kwargs)
+            result = self.metered(run, args, kwargs)
         except Exception as error:
             self.own.append(Entry(call_id, call_id, error=pickled(error)))
             raise
@@ -515,8 +531,8 @@ class _Walk(Watcher):
             self.named = {name: tensor for name, tensor in self.named.items() if name in self.part.wanted}
             if not self.last:
                 self.alive = {name: weakref.ref(tensor) for name, tensor in filled.items()}
-        if self.on_begin is not None:
-            self.on_begin(filled)
+        if self.meter is not None:
+            self.meter.begin(filled)
 
     def put_back(self) -> None:
         """Tensors that outlive the forward, and are another stage's affair, become what they were again."""
