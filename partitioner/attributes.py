@@ -21,7 +21,7 @@ from partitioner.structures import PLAIN, is_python_object, is_same, opened
 Place = tuple[int, int]
 """(operation, call that it happens in)"""
 
-_INTERNALS = frozenset(vars(nn.Module()))
+_INTERNALS = frozenset(vars(nn.Module())) | {"_call_impl", "_compiled_call_impl"}
 _STATELESS = (*PLAIN, torch.Tensor, nn.Module, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
 _MAX_ITEMS = 1000
 

@@ -60,6 +60,9 @@ class Made(NamedTuple):
         return cls(tuple(tensor.shape), stride, dtype, tensor.device.type, tensor.requires_grad)
 
 
+_STATELESS = (*PLAIN, nn.Module)
+
+
 class Arguments:
     """The tensors, containers and opaque objects that a call was given, as they were before it."""
 
@@ -75,7 +78,7 @@ class Arguments:
         if isinstance(item, torch.Tensor):
             self.tensors.append(item)
             return
-        if isinstance(item, (*PLAIN, nn.Module)):
+        if isinstance(item, _STATELESS):
             return
         inside = opened(item)
         if inside is None or inside.kind not in ("tuple", "slice"):

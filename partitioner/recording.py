@@ -135,7 +135,7 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 class _Recorder(Watcher):
     def __init__(self, model: nn.Module) -> None:
-        super().__init__({id(module): name for name, module in model.named_modules()})
+        super().__init__({module: name for name, module in model.named_modules()})
         self.recording = Recording(model)
         self.stack: list[int] = []
         self.live: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
@@ -357,7 +357,8 @@ class _Recorder(Watcher):
             recording.nodes[node.parent].children.append(number)
             if in_transform():
                 self.note_transform()
-        if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod"):
+        compiled = hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+        if compiled or isinstance(module, torch.jit.ScriptModule):
             node.whole = "it is compiled"
         self.stack.append(number)
         self.at(f">{call_id}")

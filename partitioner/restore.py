@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -21,6 +22,17 @@ def random_states() -> tuple[Any, ...]:
     """States of `random` and of NumPy's global generator, as plain data that compares and pickles."""
     name, keys, *rest = np.random.get_state(legacy=True)
     return random.getstate(), (name, np.asarray(keys).tobytes(), *rest)
+
+
+def random_marks() -> tuple[Any, ...]:
+    """Something that changes when either generator starts to be drawn from; a tenth of the cost of its state."""
+    bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    if not isinstance(bits, np.random.MT19937):
+        return random_states()
+    return random.getstate(), ctypes.string_at(bits.ctypes.state_address, _MT19937_BYTES)
+
+
+_MT19937_BYTES = 624 * 4 + 4
 
 
 def set_random_states(states: tuple[Any, ...]) -> None:

@@ -26,7 +26,7 @@ from partitioner.errors import UnsupportedModelError
 from partitioner.logbook import Arguments, Decoder, Encoder, Entry, pickled
 from partitioner.profiles import Profile
 from partitioner.recording import ROOT
-from partitioner.restore import random_states, set_random_states
+from partitioner.restore import random_marks, random_states, set_random_states
 from partitioner.standins import StandIn, exchange
 from partitioner.structures import map_tensors, tensors_in
 from partitioner.tracing import HOST_READS, Watcher, may_draw, unwatched, unwrap, watching
@@ -95,11 +95,11 @@ class Slice:
         missing = [path for path in tracked if path not in modules]
         if missing:
             raise UnsupportedModelError(f"the model has no module {missing[0]!r}, which the plan places")
-        self.tracked = {id(modules[path]): path for path in tracked}
+        self.tracked = {modules[path]: path for path in tracked}
         self.fire_hooks, self.glue = frozenset(profile.fire_hooks), profile.glue
         self.captured = frozenset(layer.id for layer in profile.layers)
-        inner = {id(sub) for path in self._layer_paths() for sub in modules[path].modules() if sub is not modules[path]}
-        self.counted = {number: path for number, path in self.tracked.items() if number in inner}
+        inner = {sub for path in self._layer_paths() for sub in modules[path].modules() if sub is not modules[path]}
+        self.counted = inner & self.tracked.keys()
         """Watched modules that are also called inside of layers."""
         self.strangers: dict[int, str] = {}
         """Parameters of other stages."""
@@ -211,7 +211,9 @@ class _Walk(Watcher):
         self.ended = False
         self.strayed = False
         """The forward goes another way than the captured one did: what later stages need is not known."""
-        self.random_states: tuple[Any, ...] | None = None
+        self.random_marks: tuple[Any, ...] | None = None
+        self.drawn = False
+        """Whether a layer drew from Python's or NumPy's random numbers; from then on their states are logged."""
         for source, payload in received.items():
             self.names[source], strayed, next_call, log = part.opened_header(source, payload.header)
             self.strayed |= strayed
@@ -363,7 +365,7 @@ class _Walk(Watcher):
                 self.at(call_id)
                 with torch._C.DisableTorchFunction():
                     result = self.replay(f"{call_id}:0", self.follow(call_id, call_id), args, kwargs)
-                    if self.tracked[id(module)] in self.part.fire_hooks:
+                    if self.tracked[module] in self.part.fire_hooks:
                         self.fire_hooks(module, args, kwargs, result)
                 return result
             self.begin()
@@ -386,13 +388,14 @@ class _Walk(Watcher):
             self.strayed = True
         given = Arguments(args, kwargs)
         counts = dict(self.num_calls) if self.counted else {}
-        states = random_states() if self.random_states is None else self.random_states
+        marks = self.random_marks or random_marks()
         try:
             result = self.metered(run, args, kwargs)
         except Exception as error:
             self.own.append(Entry(call_id, call_id, error=pickled(error)))
             raise
-        self.random_states = random_states()
+        self.random_marks = random_marks()
+        self.drawn = self.drawn or marks != self.random_marks
         encoder = Encoder(given)
         code = encoder(result)
         self.own.append(
@@ -403,7 +406,7 @@ class _Walk(Watcher):
                 given.written(),
                 tuple((k, encoder.container(content)) for k, content in given.refilled()),
                 len(given.tensors),
-                None if states == self.random_states else self.random_states,
+                random_states() if self.drawn else None,
                 counts=tuple((path, n - counts.get(path, 0)) for path, n in self.num_calls.items()) if counts else (),
             )
         )

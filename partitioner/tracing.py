@@ -1,8 +1,9 @@
 """Watch a model's own forward: every call of a tracked module and every torch function between those calls.
 
 Both halves of the work use it: `recording` writes down what happens, `slicing` decides what happens.
-Nothing of the model is changed: `nn.Module.__call__` and `autograd.Function.apply` are replaced while a watcher is
-active, and act differently only on its thread; everybody else gets the original.
+While a watcher is active the call of every tracked module is replaced on the module object itself, and
+`autograd.Function.apply` on its class; they act differently only on the watcher's thread. Changing nn.Module's own
+`__call__` would be simpler, but lets Python forget what it knows of hundreds of subclasses, at every micro-batch.
 
 A moment in a forward has a name that does not depend on how many modules are tracked below it:
 
@@ -19,7 +20,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -88,14 +89,14 @@ Failure = TypeVar("Failure", bound=Exception)
 
 
 class Watcher(ABC):
-    """Told of every tracked call and every torch function outside of untracked depths.
+    """Told of every call of a tracked module (with its path) and every torch function outside of untracked depths.
 
-    `counted`: modules whose calls are counted in those depths too, since they are also called outside.
+    `counted`: those whose calls are counted in these depths too, since they are also called outside.
     """
 
-    def __init__(self, tracked: Mapping[int, str], counted: Mapping[int, str] | None = None) -> None:
+    def __init__(self, tracked: Mapping[nn.Module, str], counted: Set[nn.Module] = frozenset()) -> None:
         self.tracked = tracked
-        self.counted = counted or {}
+        self.counted = counted
         self.moment = ""
         self.num_functions = 0
         self.num_calls: Counter[str] = Counter()
@@ -157,7 +158,6 @@ class _Current(threading.local):
 
 
 _current = _Current()
-_module_call = nn.Module.__call__
 _function_apply = torch.autograd.Function.__dict__["apply"].__func__
 _frame_init = checkpointing._CheckpointFrame.__init__
 
@@ -177,23 +177,51 @@ class _Functions(TorchFunctionMode):
         return handle(name, func, args, kwargs or {})
 
 
-def _watched_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    watcher = _current.watcher
-    if watcher is None:
-        if _current.counting is not None and id(module) in _current.counting.counted:
-            _current.counting.enter(_current.counting.counted[id(module)])
-        return _module_call(module, *args, **kwargs)
-    if watcher.in_custom:
-        watcher.on_hidden_call(module)
-        return _module_call(module, *args, **kwargs)
-    path = watcher.tracked.get(id(module))
-    if path is None:
-        return _module_call(module, *args, **kwargs)
+class _WatchedCall:
+    """Stands on a module in place of the method that its `__call__` ends in."""
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return _module_call(module, *args, **kwargs)
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.name = "_call_impl" if module._compiled_call_impl is None else "_compiled_call_impl"
+        self.kept = vars(module).get(self.name)
+        self.run = getattr(module, self.name)
+        self.num_watchers = 0
 
-    return watcher.on_call(path, module, run, args, kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        watcher = _current.watcher
+        if watcher is None:
+            counting = _current.counting
+            if counting is not None and self.module in counting.counted:
+                counting.enter(counting.tracked[self.module])
+            return self.run(*args, **kwargs)
+        if watcher.in_custom:
+            watcher.on_hidden_call(self.module)
+            return self.run(*args, **kwargs)
+        path = watcher.tracked.get(self.module)
+        if path is None:
+            return self.run(*args, **kwargs)
+        return watcher.on_call(path, self.module, self.run, args, kwargs)
+
+    def enter(self) -> None:
+        self.num_watchers += 1
+        vars(self.module)[self.name] = self
+
+    def leave(self) -> None:
+        self.num_watchers -= 1
+        if self.num_watchers:
+            return
+        if self.kept is None:
+            del vars(self.module)[self.name]
+        else:
+            vars(self.module)[self.name] = self.kept
+
+
+def _call_of(module: nn.Module) -> _WatchedCall:
+    for name in ("_call_impl", "_compiled_call_impl"):
+        found = vars(module).get(name)
+        if isinstance(found, _WatchedCall) and found.module is module:
+            return found
+    return _WatchedCall(module)
 
 
 def _watched_apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
@@ -226,27 +254,22 @@ def _watched_frame_init(frame: Any, *args: Any, **kwargs: Any) -> None:
 
 
 class _Patch:
-    """The replaced methods, for as long as any thread watches."""
+    """What is replaced for all of torch, for as long as any thread watches."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._num_watchers = 0
 
-    def __enter__(self) -> None:
-        with self._lock:
-            self._num_watchers += 1
-            if self._num_watchers == 1:
-                nn.Module.__call__ = _watched_call  # type: ignore[method-assign]
-                torch.autograd.Function.apply = classmethod(_watched_apply)  # type: ignore[method-assign, assignment]
-                checkpointing._CheckpointFrame.__init__ = _watched_frame_init  # type: ignore[method-assign, assignment]
+    def enter(self) -> None:
+        self._num_watchers += 1
+        torch.autograd.Function.apply = classmethod(_watched_apply)  # type: ignore[method-assign, assignment]
+        checkpointing._CheckpointFrame.__init__ = _watched_frame_init  # type: ignore[method-assign, assignment]
 
-    def __exit__(self, *error: object) -> None:
-        with self._lock:
-            self._num_watchers -= 1
-            if self._num_watchers == 0:
-                nn.Module.__call__ = _module_call  # type: ignore[method-assign]
-                torch.autograd.Function.apply = classmethod(_function_apply)  # type: ignore[method-assign, assignment]
-                checkpointing._CheckpointFrame.__init__ = _frame_init  # type: ignore[method-assign]
+    def leave(self) -> None:
+        self._num_watchers -= 1
+        if self._num_watchers == 0:
+            torch.autograd.Function.apply = classmethod(_function_apply)  # type: ignore[method-assign, assignment]
+            checkpointing._CheckpointFrame.__init__ = _frame_init  # type: ignore[method-assign]
 
 
 _patch = _Patch()
@@ -257,13 +280,19 @@ def watching(watcher: Watcher) -> Iterator[None]:
     """Tell `watcher` of what happens on this thread, until the block ends in whatever way."""
     if _current.watcher is not None:
         raise RuntimeError("a forward is watched already on this thread")
-    with _patch:
-        _current.watcher = watcher
-        try:
-            with _Functions(watcher):
-                yield
-        finally:
-            _current.watcher = None
+    with _patch.lock:
+        entered: list[_Patch | _WatchedCall] = [_patch, *map(_call_of, watcher.tracked)]
+        for one in entered:
+            one.enter()
+    _current.watcher = watcher
+    try:
+        with _Functions(watcher):
+            yield
+    finally:
+        _current.watcher = None
+        with _patch.lock:
+            for one in entered:
+                one.leave()
 
 
 @contextmanager
