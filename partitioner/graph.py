@@ -227,6 +227,10 @@ class CostGraph(Shown):
             self._at[samples] = self._arrays(samples)
         return self._at[samples]
 
+    def slicing_s(self, num_stages: int) -> float:
+        """Seconds of each forward of a stage beyond its layers; a model that is not cut has none."""
+        return self.profile.slicing_s if num_stages > 1 else 0.0
+
     def crossing(self, cut: int, samples: float) -> float:
         """Bytes alive across a cut for one micro-batch, each tensor once."""
         return float(self.at(samples).crossing_bytes[cut])

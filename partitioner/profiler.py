@@ -85,6 +85,7 @@ def profile(
         _measure(model, [p for size in sizes for p in probes[size]], where, everywhere, tell)
         if trace_dir is not None:
             _trace(model, [p for size in sizes for p in probes[size]], where, everywhere, Path(trace_dir))
+        slicing_s = _slicing_seconds(model, captures[sizes[0]], parts[sizes[0]], where) if everywhere else 0.0
         step_s: tuple[float, ...] = ()
         if whole_step and everywhere:
             tell("checking against whole steps", 0.9)
@@ -121,6 +122,7 @@ def profile(
         optimizer_s=optimizer_s,
         optimizer=optimizer,
         buffer_bytes=last.buffer_bytes,
+        slicing_s=slicing_s,
         step_s=step_s,
         unattributed_s=tuple(whole - parts_s for whole, parts_s in zip(step_s, sums, strict=True)) if step_s else (),
         batch_dim=batch_dim,
@@ -468,6 +470,31 @@ def _trace(model: nn.Module, probes: list[_Probe], device: torch.device, everywh
                 with torch.profiler.record_function(f"backward {label}"):
                     ones = [] if isinstance(roots, torch.Tensor) else [torch.ones_like(tensor) for tensor in roots]
                     _backward(roots, ones)
+
+
+def _slicing_seconds(model: nn.Module, captured: Capture, part: MicroBatch, device: torch.device) -> float:
+    """What slicing adds to a forward: two stages cut near the middle, the mean of what is not their layers' own."""
+    ids = [layer.id for layer in captured.layers]
+    allowed = [k for k in range(1, len(ids)) if ids[k] not in captured.no_cut]
+    if not allowed:
+        return 0.0
+    cut = min(allowed, key=lambda k: abs(2 * k - len(ids)))
+    parts = [Slice(model, captured, {name: int(k >= cut) for k, name in enumerate(ids)}, stage) for stage in (0, 1)]
+    clock = _Clock(device)
+    times = []
+    for repeat in range(6):
+        spent = 0.0
+        received: dict[int, Payload] = {}
+        for one in parts:
+            watch = _StopWatch(clock)
+            start = time.perf_counter()
+            run = one.run(part.args, part.kwargs, received, meter=watch)
+            spent += time.perf_counter() - start
+            spent -= watch.seconds() if not clock.cuda else 0.0
+            received = {0: run.sends[1]} if run.sends else {}
+        if repeat and not clock.cuda:
+            times.append(spent / 2)
+    return statistics.median(times) if times else 0.0
 
 
 def _whole_steps(

@@ -141,6 +141,8 @@ class Profile(Shown, Frozen):
     optimizer: str = "adamw"
     buffer_bytes: Bytes = 0
     """Buffers are whole on every rank."""
+    slicing_s: Seconds = 0.0
+    """What a stage's forward takes beyond its layers, a micro-batch: the way to its first layer, and its log."""
     step_s: tuple[Seconds, ...] = ()
     """Forward + backward of the unsliced model, beside `microbatch_sizes`; empty where it was not run."""
     unattributed_s: tuple[float, ...] = ()

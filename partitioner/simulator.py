@@ -313,7 +313,7 @@ def replica_costs(
             part = float(graph.trainable_elements(first, last)) / elements if elements else 0.0
             stages.append(
                 StageCost(
-                    forward_s=float(arrays.forward_s[first:last].sum()) / speed,
+                    forward_s=(float(arrays.forward_s[first:last].sum()) + graph.slicing_s(len(bounds))) / speed,
                     backward_s=float(arrays.backward_s[first:last].sum()) / speed,
                     sync_s=sync_s,
                     optimizer_s=graph.profile.optimizer_s * part / speed,

@@ -69,7 +69,8 @@ class Replayer:
             speed = np.array([self.cluster.devices[rank].relative_speed for rank in ranks])
             total = (self.costs.before_s[last] - self.costs.before_s[first]) / speed
             forward = (self.costs.forward_before_s[last] - self.costs.forward_before_s[first]) / speed
-            seconds = np.stack((forward.T, (total - forward).T))
+            slicing = self.graph.slicing_s(p) / speed[:, None]
+            seconds = np.stack((forward.T + slicing, (total - forward).T))
             ends.append(self._clock(seconds, self._outgoing(edges, ranks)))
             optimizer_s = np.maximum(optimizer_s, (part / speed).max(axis=1) * self.graph.profile.optimizer_s)
         step_s: Floats = (np.max(ends, axis=0) + self._sync_s(edges)).max(axis=1)
