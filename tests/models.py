@@ -133,11 +133,15 @@ def vit(batch: int = 8, layers: int = 4, width: int = 64) -> Case:
     return Case(ViTForImageClassification(config), kwargs={"pixel_values": images, "labels": labels})
 
 
-def resnet(batch: int = 8) -> Case:
+def resnet(batch: int = 8, width: int = 16) -> Case:
     from transformers import ResNetConfig, ResNetForImageClassification
 
     config = ResNetConfig(
-        embedding_size=16, hidden_sizes=[16, 32, 64], depths=[2, 2, 2], layer_type="basic", num_labels=5
+        embedding_size=width,
+        hidden_sizes=[width, 2 * width, 4 * width],
+        depths=[2, 2, 2],
+        layer_type="basic",
+        num_labels=5,
     )
     images, labels = torch.randn(batch, 3, 32, 32), torch.randint(0, 5, (batch,))
     return Case(
@@ -202,13 +206,13 @@ class StatefulLSTM(nn.Module):
         return self.head(y), state
 
 
-def lstm(batch: int = 8, length: int = 9) -> Case:
+def lstm(batch: int = 8, length: int = 9, width: int = 32) -> Case:
     ids, target = torch.randint(0, 31, (batch, length)), torch.randint(0, 31, (batch, length))
 
     def loss_fn(output: Any, target: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(output[0].flatten(0, 1), target.flatten())
 
-    return Case(StatefulLSTM(), (ids,), target=target, loss_fn=loss_fn)
+    return Case(StatefulLSTM(width=width), (ids,), target=target, loss_fn=loss_fn)
 
 
 class TiedLanguageModel(nn.Module):
@@ -228,13 +232,13 @@ class TiedLanguageModel(nn.Module):
         return self.head(x)
 
 
-def tied(batch: int = 8, length: int = 6) -> Case:
+def tied(batch: int = 8, length: int = 6, width: int = 24, layers: int = 4) -> Case:
     ids, target = torch.randint(0, 31, (batch, length)), torch.randint(0, 31, (batch, length))
 
     def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
-    return Case(TiedLanguageModel(), (ids,), target=target, loss_fn=loss_fn)
+    return Case(TiedLanguageModel(width=width, layers=layers), (ids,), target=target, loss_fn=loss_fn)
 
 
 CASES: dict[str, Callable[..., Case]] = {
