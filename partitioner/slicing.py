@@ -264,12 +264,13 @@ class _Walk(Watcher):
             if self.position < len(self.log):
                 return self.before(moment, name, func, args, kwargs)
             self.begin()
-        self.refuse_strangers(args)
         if self.last:
+            self.refuse_strangers(tensors_in((args, kwargs)))
             return self.metered(func, args, kwargs)
         if self.num_functions > self.part.glue.get(self.moment, 0):
             self.strayed = True
         given = Arguments(args, kwargs)
+        self.refuse_strangers(given.tensors)
         try:
             result = self.metered(func, args, kwargs)
         except Exception as error:
@@ -372,7 +373,7 @@ class _Walk(Watcher):
         self.follow_call(call_id)
         stage = self.part.stage_of.get(call_id)
         if stage is None:  # called more often than when it was captured: wherever its parameters are
-            self.refuse_strangers(tuple(module.parameters()))
+            self.refuse_strangers(list(module.parameters()))
         elif stage > self.part.stage:
             self.stop(call_id)
         elif stage < self.part.stage:
@@ -431,7 +432,7 @@ class _Walk(Watcher):
             )
         )
 
-    def refuse_strangers(self, tensors: tuple[Any, ...]) -> None:
+    def refuse_strangers(self, tensors: list[Any]) -> None:
         for tensor in tensors:
             name = self.part.strangers.get(id(tensor))
             if name is not None:

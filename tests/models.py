@@ -221,6 +221,7 @@ class TiedLanguageModel(nn.Module):
     def __init__(self, vocabulary: int = 31, width: int = 24, layers: int = 4) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
+        nn.init.normal_(self.embed.weight, std=width**-0.5)  # so that logits start near 1, whatever the width
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers))
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.embed.weight

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import random
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from partitioner.restore import ModelState, random_states, set_random_states, untouched
+from partitioner.restore import ModelState, random_marks, random_states, set_random_states, untouched
 
 
 class Options:
@@ -108,3 +109,18 @@ def test_random_states_are_plain_data_that_go_round() -> None:
     set_random_states(states)
     assert random_states() == states
     assert (random.random(), np.random.rand()) == drawn
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [random.random, lambda: random.gauss(0, 1), lambda: random.shuffle([1, 2, 3]), np.random.rand, np.random.randn],
+)
+def test_marks_change_with_every_draw(draw: Callable[[], object]) -> None:
+    np.random.seed(0)
+    for _ in range(700):
+        before = random_marks()
+        assert random_marks() == before
+        draw()
+        if draw is not np.random.randn:  # every second normal number comes from the draw before
+            assert random_marks() != before
+    assert len(random_marks()) == 5
