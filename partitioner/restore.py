@@ -27,7 +27,7 @@ def random_states() -> tuple[Any, ...]:
 def random_marks() -> tuple[Any, ...]:
     """Something that changes when either generator is drawn from, cheap to make and to compare.
 
-    Both are Mersenne twisters: with every draw their position moves, and where it wraps around their first word changes.
+    Both are Mersenne twisters: with every draw their position moves, and where it wraps their first word changes.
     """
     bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if not isinstance(bits, np.random.MT19937):
