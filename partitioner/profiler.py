@@ -13,6 +13,7 @@ import contextlib
 import os
 import statistics
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -420,19 +421,20 @@ def _time_once(part: Slice, probe: _Probe, clock: _Clock) -> None:
 def _count_saved(model: nn.Module, probe: _Probe, device: torch.device) -> None:
     """Warm up once, and count what autograd keeps: each storage once, parameters and buffers left out."""
     ours = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    saved: dict[int, int] = {}
+    kept: weakref.WeakSet[_Saved] = weakref.WeakSet()
     put_in = _Received()
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        key = _storage(tensor)
-        if key not in ours:
-            saved[key] = tensor.untyped_storage().nbytes() if tensor.layout == torch.strided else 0
-        return tensor.detach() if tensor.requires_grad else tensor
+    def pack(tensor: torch.Tensor) -> _Saved:
+        saved = _Saved(tensor.detach() if tensor.requires_grad else tensor)
+        kept.add(saved)
+        return saved
 
     part = _slice(model, probe, device)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
         run = part.run(probe.part.args, probe.part.kwargs, probe.received, meter=put_in)
         roots = _finish(probe, run)
+    saved = {_storage(one.tensor): _storage_bytes(one.tensor) for one in kept}  # what no graph needs is gone by now
+    saved = {key: size for key, size in saved.items() if key not in ours}
     given = {_storage(tensor) for tensor in tensors_in(probe.part)}
     received = {_storage(tensor): name for name, tensor in put_in.tensors.items()}
     probe.own_saved_bytes = sum(size for key, size in saved.items() if key not in received and key not in given)
@@ -445,6 +447,17 @@ def _count_saved(model: nn.Module, probe: _Probe, device: torch.device) -> None:
     probe.saved_outputs = tuple(name for name, key in sent.items() if key in saved)
     probe.inputs, probe.outputs = tuple(put_in.tensors), tuple(sent)
     _backward(roots, [] if isinstance(roots, torch.Tensor) else [torch.ones_like(tensor) for tensor in roots])
+
+
+class _Saved:
+    """A tensor that autograd holds; it is gone when its graph is."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def _storage_bytes(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes() if tensor.layout == torch.strided else 0
 
 
 def _storage(tensor: torch.Tensor) -> int:

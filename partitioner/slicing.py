@@ -16,14 +16,14 @@ import pickle
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from partitioner.capture import Capture, copied
 from partitioner.errors import UnsupportedModelError
-from partitioner.logbook import Arguments, Decoder, Encoder, Entry, pickled
+from partitioner.logbook import Arguments, Decoder, Encoder, Entry, pickled, version
 from partitioner.profiles import Profile
 from partitioner.recording import ROOT
 from partitioner.restore import random_marks, random_states, set_random_states
@@ -69,6 +69,14 @@ class Meter:
 
     def stop(self) -> None:
         """It has ended."""
+
+
+class _Flags(NamedTuple):
+    """What a stage tells the next one besides its log; see `_Walk`."""
+
+    strayed: bool
+    next_call: str
+    inputs_written: bool
 
 
 class Slice:
@@ -149,8 +157,7 @@ class Slice:
         """
         walk = _Walk(self, received or {}, meter)
         if self.stage:
-            writes = any(entry.writes for entry in walk.log)
-            args, kwargs = map_tensors((args, dict(kwargs)), copied if writes else _alias)
+            args, kwargs = map_tensors((args, dict(kwargs)), copied if walk.inputs_written else _alias)
         walk.note_inputs((args, kwargs))
         output: Any = None
         ended_early = False
@@ -177,9 +184,9 @@ class Slice:
         """What a header says; the last one of each source is remembered."""
         known = self._headers.get(source)
         if known is None or known[0] != header:
-            names, strayed, next_call, entries = pickle.loads(header)
+            names, entries, flags = pickle.loads(header)
             log = None if entries is None else [Entry(*entry) for entry in entries]
-            known = self._headers[source] = (header, (names, strayed, next_call, log))
+            known = self._headers[source] = (header, (names, log, _Flags(*flags)))
         return known[1]
 
     def _layer_paths(self) -> set[str]:
@@ -205,6 +212,9 @@ class _Walk(Watcher):
         self.next_call: str | None = None
         """The call that the stage before stopped at; "" where its forward came to its end."""
         self.stopped_at = ""
+        self.inputs_written = False
+        """Whether a stage so far has changed the model's inputs in place."""
+        self.inputs: list[tuple[torch.Tensor, int]] = []
         self.names: dict[int, tuple[tuple[str, bool], ...]] = {}
         self.survivors: dict[str, torch.Tensor] = {}
         self.swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -215,10 +225,10 @@ class _Walk(Watcher):
         self.drawn = False
         """Whether a layer drew from Python's or NumPy's random numbers; from then on their states are logged."""
         for source, payload in received.items():
-            self.names[source], strayed, next_call, log = part.opened_header(source, payload.header)
-            self.strayed |= strayed
+            self.names[source], log, flags = part.opened_header(source, payload.header)
+            self.strayed |= flags.strayed
             if log is not None:
-                self.log, self.next_call = log, next_call
+                self.log, self.next_call, self.inputs_written = log, flags.next_call, flags.inputs_written
         if self.local and meter is not None:
             meter.begin({})
 
@@ -226,6 +236,10 @@ class _Walk(Watcher):
         with torch._C.DisableTorchFunction():
             for k, tensor in enumerate(tensors_in(inputs)):
                 self.named.setdefault(f"input:{k}", tensor)
+                self.inputs.append((tensor, version(tensor)))
+
+    def inputs_were_written(self) -> bool:
+        return any(version(tensor) != before for tensor, before in self.inputs)
 
     def follow_call(self, call_id: str) -> None:
         """The first call of the stage's own part must be the one that the stage before stopped at."""
@@ -555,6 +569,7 @@ class _Walk(Watcher):
         something there takes the place of what was captured.
         """
         self.strayed |= ended_early or any(self.real(name) is None for name in self.part.wanted)
+        self.inputs_written |= self.inputs_were_written()
         sends = {}
         for target, route in self.part.routes.items():
             found = {name: tensor for name in route if (tensor := self.real(name)) is not None}
@@ -566,7 +581,7 @@ class _Walk(Watcher):
                         found[name] = tensor
             log = [tuple(entry) for entry in (*self.log, *self.own)] if target == self.part.stage + 1 else None
             names = tuple((name, tensor.requires_grad) for name, tensor in found.items())
-            header = pickled((names, self.strayed, self.stopped_at, log))
+            header = pickled((names, log, (self.strayed, self.stopped_at, self.inputs_written)))
             if header is None:
                 raise UnsupportedModelError(
                     f"what stage {self.part.stage} did cannot be described to the next one: a value that the model "
@@ -600,6 +615,7 @@ def survey(
     needs = {name: [t.id for t in captured.tensors if name in t.consumers] for name in layers}
     part.wanted = frozenset(_base(name) for route in needs.values() for name in route)
     walk = _Surveyor(part, needs, {tensor.id: tensor.needs_gradient for tensor in captured.tensors})
+    walk.note_inputs((args, dict(kwargs)))
     with torch.no_grad(), watching(walk):
         output = model(*args, **kwargs)
     return Survey(walk.payloads, output)
@@ -629,7 +645,8 @@ class _Surveyor(_Walk):
                 found = [(name, self.named[name]) for name in names if name in self.named]
                 tensors = [tensor.detach().clone() for _, tensor in found]
             log = [tuple(entry) for entry in self.own]
-            header = pickled((tuple((name, names[name]) for name, _ in found), False, call_id, log))
+            flags = (False, call_id, self.inputs_were_written())
+            header = pickled((tuple((name, names[name]) for name, _ in found), log, flags))
             if header is not None:
                 self.payloads[call_id] = Payload(header, tensors)
         return super().layer(call_id, module, run, args, kwargs)
