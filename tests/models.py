@@ -133,7 +133,7 @@ def vit(batch: int = 8, layers: int = 4, width: int = 64) -> Case:
     return Case(ViTForImageClassification(config), kwargs={"pixel_values": images, "labels": labels})
 
 
-def resnet(batch: int = 8, width: int = 16) -> Case:
+def resnet(batch: int = 8, width: int = 16, size: int = 64) -> Case:
     from transformers import ResNetConfig, ResNetForImageClassification
 
     config = ResNetConfig(
@@ -143,7 +143,7 @@ def resnet(batch: int = 8, width: int = 16) -> Case:
         layer_type="basic",
         num_labels=5,
     )
-    images, labels = torch.randn(batch, 3, 32, 32), torch.randint(0, 5, (batch,))
+    images, labels = torch.randn(batch, 3, size, size), torch.randint(0, 5, (batch,))
     return Case(
         ResNetForImageClassification(config), kwargs={"pixel_values": images, "labels": labels}, trains_batch_norm=True
     )

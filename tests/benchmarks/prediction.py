@@ -34,7 +34,7 @@ SIZES: dict[str, dict[str, int]] = {
     "bert": {"batch": 16, "layers": 6, "width": 256, "length": 96},
     "t5": {"batch": 32, "layers": 4, "width": 256, "length": 128},
     "vit": {"batch": 128, "layers": 6, "width": 256},
-    "resnet": {"batch": 128, "width": 64},
+    "resnet": {"batch": 128, "width": 64, "size": 32},
     "unet": {"batch": 64, "width": 32, "size": 32},
     "lstm": {"batch": 128, "length": 64, "width": 256},
     "tied": {"batch": 128, "length": 64, "width": 512, "layers": 6},
