@@ -60,6 +60,9 @@ class CapturedTensor:
     dtype: str
     nbytes: int
     needs_gradient: bool
+    memory: int
+    """The same number for all that share memory, of which `memory_nbytes` is the size."""
+    memory_nbytes: int
 
 
 @dataclass(frozen=True)
@@ -327,6 +330,8 @@ class _Chooser:
                     dtype=str(info.dtype).removeprefix("torch."),
                     nbytes=info.nbytes,
                     needs_gradient=info.needs_gradient,
+                    memory=info.memory,
+                    memory_nbytes=info.memory_nbytes,
                 )
             )
         return tuple(found)

@@ -14,7 +14,7 @@ import os
 import statistics
 import time
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,13 +23,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from partitioner.capture import Capture, CapturedLayer, capture
+from partitioner.capture import Capture, CapturedLayer, CapturedTensor, capture
 from partitioner.errors import ArgumentError, SetupError
 from partitioner.losses import Loss, LossFunction
 from partitioner.microbatches import Cutter, MicroBatch, as_call
 from partitioner.profiles import Layer, LayerCost, Profile, Tensor
 from partitioner.restore import untouched
-from partitioner.slicing import Meter, Payload, Slice, SliceRun, alone, survey
+from partitioner.slicing import Meter, Payload, Slice, SliceRun, alone, base_name, survey
 from partitioner.structures import map_tensors, tensors_in
 from partitioner.tracing import unwrap
 
@@ -208,11 +208,12 @@ class _Probe:
     forward_s: list[float] = field(default_factory=list)
     backward_s: list[float] = field(default_factory=list)
     own_saved_bytes: int = 0
-    """Saved for backward, without what the layer received."""
-    saved_inputs: tuple[str, ...] = ()
-    saved_outputs: tuple[str, ...] = ()
-    inputs: tuple[str, ...] = ()
-    outputs: tuple[str, ...] = ()
+    """Saved for backward, without what the layer received and what was made before it."""
+    saved_inputs: frozenset[str] = frozenset()
+    saved_around: dict[tuple[str, ...], int] = field(default_factory=dict)
+    """Saved of what every rank makes itself, such as masks: all names of each, and its bytes."""
+    saved_made: frozenset[str] = frozenset()
+    """Names of what the layer itself made that are among its own saved bytes."""
 
     @property
     def is_tight(self) -> bool:
@@ -394,14 +395,19 @@ class _StopWatch(Meter):
         return sum(map(self.clock.between, self.marks[::2], self.marks[1::2]))
 
 
-class _Received(Meter):
-    """Keeps what was put in, by name."""
+class _Named(Meter):
+    """Keeps what was put in, what every rank makes itself, and what the layer made, by name."""
 
     def __init__(self) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
+        self.received: dict[str, torch.Tensor] = {}
+        self.around: dict[str, torch.Tensor] = {}
+        self.made: dict[str, torch.Tensor] = {}
 
-    def begin(self, received: dict[str, torch.Tensor]) -> None:
-        self.tensors = received
+    def begin(self, received: dict[str, torch.Tensor], around: dict[str, torch.Tensor]) -> None:
+        self.received, self.around = received, around
+
+    def end(self, made: dict[str, torch.Tensor]) -> None:
+        self.made = made
 
 
 def _time_once(part: Slice, probe: _Probe, clock: _Clock) -> None:
@@ -422,7 +428,7 @@ def _count_saved(model: nn.Module, probe: _Probe, device: torch.device) -> None:
     """Warm up once, and count what autograd keeps: each storage once, parameters and buffers left out."""
     ours = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
     kept: weakref.WeakSet[_Saved] = weakref.WeakSet()
-    put_in = _Received()
+    names = _Named()
 
     def pack(tensor: torch.Tensor) -> _Saved:
         saved = _Saved(tensor.detach() if tensor.requires_grad else tensor)
@@ -431,21 +437,20 @@ def _count_saved(model: nn.Module, probe: _Probe, device: torch.device) -> None:
 
     part = _slice(model, probe, device)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
-        run = part.run(probe.part.args, probe.part.kwargs, probe.received, meter=put_in)
+        run = part.run(probe.part.args, probe.part.kwargs, probe.received, meter=names)
         roots = _finish(probe, run)
     saved = {_storage(one.tensor): _storage_bytes(one.tensor) for one in kept}  # what no graph needs is gone by now
     saved = {key: size for key, size in saved.items() if key not in ours}
     given = {_storage(tensor) for tensor in tensors_in(probe.part)}
-    received = {_storage(tensor): name for name, tensor in put_in.tensors.items()}
-    probe.own_saved_bytes = sum(size for key, size in saved.items() if key not in received and key not in given)
-    probe.saved_inputs = tuple(name for key, name in received.items() if key in saved)
-    sent = {
-        name: _storage(tensor)
-        for target, payload in run.sends.items()
-        for name, tensor in zip((n for n in part.routes[target] if n is not None), payload.tensors, strict=False)
-    }
-    probe.saved_outputs = tuple(name for name, key in sent.items() if key in saved)
-    probe.inputs, probe.outputs = tuple(put_in.tensors), tuple(sent)
+    received = {_storage(tensor): name for name, tensor in names.received.items()}
+    around: dict[int, tuple[str, ...]] = defaultdict(tuple)
+    for name, tensor in names.around.items():
+        around[_storage(tensor)] += (name,)
+    elsewhere = given | received.keys() | around.keys()
+    probe.own_saved_bytes = sum(size for key, size in saved.items() if key not in elsewhere)
+    probe.saved_inputs = frozenset(name for key, name in received.items() if key in saved)
+    probe.saved_around = {mine: saved[key] for key, mine in around.items() if key in saved and key not in given}
+    probe.saved_made = frozenset(name for name, tensor in names.made.items() if _storage(tensor) in saved)
     _backward(roots, [] if isinstance(roots, torch.Tensor) else [torch.ones_like(tensor) for tensor in roots])
 
 
@@ -566,18 +571,23 @@ def _layers(captures: dict[int, Capture], probes: dict[int, list[_Probe]]) -> tu
     for size, captured in captures.items():
         by_key = {probe.layer.key: probe for probe in probes[size] if probe.loss is None}
         by_loss = next(probe for probe in probes[size] if probe.loss is not None)
-        counted: set[str] = set()
-        tensors = {tensor.id: tensor.nbytes for tensor in captured.tensors}
+        counted: set[int | str] = set()  # memory of tensors between layers; names of what every rank makes
         routes = _routes(captured)
         for k, layer in enumerate(captured.layers):
             probe = by_loss if k + 1 == len(captured.layers) else by_key[layer.key]
-            made, used = routes[layer.id]
+            mine, measured = routes[layer.id], routes[probe.layer.id]
             saved = probe.own_saved_bytes
-            counted |= {name for name, other in zip(made, probe.outputs, strict=False) if other in probe.saved_outputs}
-            for name, other in zip(used, probe.inputs, strict=False):
-                if other in probe.saved_inputs and name not in counted:
-                    counted.add(name)
-                    saved += tensors[name]
+            counted |= probe.saved_made
+            for tensor, like in zip(mine.made, measured.made, strict=False):
+                if base_name(like.id) in probe.saved_made:
+                    counted.add(tensor.memory)
+            for tensor, like in zip(mine.used, measured.used, strict=False):
+                if base_name(like.id) in probe.saved_inputs and tensor.memory not in counted:
+                    counted.add(tensor.memory)
+                    saved += tensor.memory_nbytes
+            for names, nbytes in probe.saved_around.items():
+                saved += 0 if counted.intersection(names) else nbytes
+                counted.update(names)
             costs.setdefault(layer.id, []).append(
                 LayerCost(
                     samples=size,
@@ -604,13 +614,20 @@ def _layers(captures: dict[int, Capture], probes: dict[int, list[_Probe]]) -> tu
     )
 
 
-def _routes(captured: Capture) -> dict[str, tuple[list[str], list[str]]]:
-    """Layer -> the tensors it makes for others, and those it uses, each in a fixed order."""
-    routes: dict[str, tuple[list[str], list[str]]] = {layer.id: ([], []) for layer in captured.layers}
+@dataclass
+class _Routes:
+    """The tensors that a layer makes for others, and those that it uses, each in a fixed order."""
+
+    made: list[CapturedTensor] = field(default_factory=list)
+    used: list[CapturedTensor] = field(default_factory=list)
+
+
+def _routes(captured: Capture) -> dict[str, _Routes]:
+    routes = {layer.id: _Routes() for layer in captured.layers}
     for tensor in captured.tensors:
-        routes[tensor.producer][0].append(tensor.id)
+        routes[tensor.producer].made.append(tensor)
         for layer in tensor.consumers:
-            routes[layer][1].append(tensor.id)
+            routes[layer].used.append(tensor)
     return routes
 
 

@@ -70,6 +70,9 @@ class Info:
     pure: bool
     """Made from inputs and constants alone."""
     storage: int
+    memory: int
+    """Number of the memory that it shares with others."""
+    memory_nbytes: int
     uses: list[Place] = field(default_factory=list)
     foreign: str = ""
     """Buffer or attribute that lives outside of the forward."""
@@ -142,6 +145,7 @@ class _Recorder(Watcher):
         self.parameters = {id(parameter): name for name, parameter in model.named_parameters()}
         self.parameter_storages = {storage_of(parameter): name for name, parameter in model.named_parameters()}
         self.buffers = {id(buffer): name for name, buffer in model.named_buffers()}
+        self.num_memories = 0
         self.region = 0
         self.regions: list[Any] = []
 
@@ -170,6 +174,8 @@ class _Recorder(Watcher):
                 parents=parents,
                 pure=parents is not None and all(self.recording.infos[parent].pure for parent in parents),
                 storage=storage_of(tensor),
+                memory=self.memory_of(tensor),
+                memory_nbytes=tensor.untyped_storage().nbytes() if is_sendable(tensor) else _nbytes(tensor),
                 foreign=foreign,
             )
         )
@@ -181,6 +187,16 @@ class _Recorder(Watcher):
 
         self.live[key] = (weakref.ref(tensor, forget), number)
         return number
+
+    def memory_of(self, tensor: torch.Tensor) -> int:
+        """A number for the tensor's storage; torch gives the address of one that is gone to the next."""
+        storage, infos = storage_of(tensor), self.recording.infos
+        alive = (n for ref, n in self.live.values() if infos[n].storage == storage and ref() is not None)
+        known = next(alive, None)
+        if known is not None:
+            return infos[known].memory
+        self.num_memories += 1
+        return self.num_memories
 
     def use(self, tensor: torch.Tensor) -> int | None:
         """Note that the running operation reads `tensor`; its number, None for a parameter."""

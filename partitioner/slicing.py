@@ -59,10 +59,13 @@ class _Reached(BaseException):
 
 
 class Meter:
-    """Told of a stage's own part: when it begins, and of each layer and torch function of it that runs."""
+    """Told of a stage's own part: when it begins and ends, and of each layer and torch function of it that runs."""
 
-    def begin(self, received: dict[str, torch.Tensor]) -> None:
-        """The part begins, with these tensors put in by name."""
+    def begin(self, received: dict[str, torch.Tensor], around: dict[str, torch.Tensor]) -> None:
+        """The part begins, with these tensors put in by name, and those that were made here before it."""
+
+    def end(self, made: dict[str, torch.Tensor]) -> None:
+        """The part is over; what is alive of it by name, where later stages follow."""
 
     def start(self) -> None:
         """A layer or function starts."""
@@ -125,8 +128,8 @@ class Slice:
             if made == stage:
                 for target in sorted(used - {stage}):
                     route = self.routes.setdefault(target, [])
-                    if _base(tensor.id) not in route:
-                        route.append(_base(tensor.id))
+                    if base_name(tensor.id) not in route:
+                        route.append(base_name(tensor.id))
             elif made < stage and stage in used:
                 sources.add(made)
         if stage + 1 < self.num_stages:
@@ -173,6 +176,8 @@ class Slice:
                 pass
             if walk.failure is not None:
                 raise walk.failure
+            if meter is not None:
+                meter.end(walk.survivors)
             if self.stage + 1 == self.num_stages:
                 walk.refuse_stand_ins(output)
                 return SliceRun(output=output, leaves=walk.leaves)
@@ -230,7 +235,7 @@ class _Walk(Watcher):
             if log is not None:
                 self.log, self.next_call, self.inputs_written = log, flags.next_call, flags.inputs_written
         if self.local and meter is not None:
-            meter.begin({})
+            meter.begin({}, {})
 
     def note_inputs(self, inputs: Any) -> None:
         with torch._C.DisableTorchFunction():
@@ -527,6 +532,9 @@ class _Walk(Watcher):
             raise self.other_way("ends", f"ran {entry.name} ({entry.moment})")
         self.local = True
         with torch._C.DisableTorchFunction():
+            around = {}
+            if self.meter is not None:
+                around = {name: tensor for name, tensor in self.named.items() if not isinstance(tensor, StandIn)}
             filled: dict[str, torch.Tensor] = {}
             taken: set[int] = set()
             for source, names in self.names.items():
@@ -550,7 +558,7 @@ class _Walk(Watcher):
             if not self.last:
                 self.alive = {name: weakref.ref(tensor) for name, tensor in filled.items()}
         if self.meter is not None:
-            self.meter.begin(filled)
+            self.meter.begin(filled, around)
 
     def put_back(self) -> None:
         """Tensors that outlive the forward, and are another stage's affair, become what they were again."""
@@ -613,7 +621,7 @@ def survey(
     """
     part = Slice(model, captured, {layer.id: 0 for layer in captured.layers}, 0, join=False)
     needs = {name: [t.id for t in captured.tensors if name in t.consumers] for name in layers}
-    part.wanted = frozenset(_base(name) for route in needs.values() for name in route)
+    part.wanted = frozenset(base_name(name) for route in needs.values() for name in route)
     walk = _Surveyor(part, needs, {tensor.id: tensor.needs_gradient for tensor in captured.tensors})
     walk.note_inputs((args, dict(kwargs)))
     with torch.no_grad(), watching(walk):
@@ -641,7 +649,7 @@ class _Surveyor(_Walk):
     ) -> Any:
         if call_id in self.needs:
             with torch._C.DisableTorchFunction():
-                names = {_base(name): self.needs_gradient[name] for name in self.needs[call_id]}
+                names = {base_name(name): self.needs_gradient[name] for name in self.needs[call_id]}
                 found = [(name, self.named[name]) for name in names if name in self.named]
                 tensors = [tensor.detach().clone() for _, tensor in found]
             log = [tuple(entry) for entry in self.own]
@@ -797,7 +805,7 @@ def _resolved(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_neg() if tensor.is_neg() else tensor
 
 
-def _base(name: str) -> str:
+def base_name(name: str) -> str:
     """The tensor's own name, without the moment of its last change in place."""
     return name.split("@")[0]
 
