@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from partitioner.capture import fingerprint
 from partitioner.display import Shown
-from partitioner.errors import ArgumentError
+from partitioner.errors import ArgumentError, PlanMismatchError
 from partitioner.executor import launch, materialize
 from partitioner.losses import Loss, LossFunction, LossWeight
 from partitioner.microbatches import Cutter, MicroBatch, as_call
@@ -132,6 +133,11 @@ def verify(
     if steps < 2:
         raise ArgumentError(f"steps={steps}: verify needs 2 or more, the first one warms up")
     model = unwrap(model)
+    if plan.profile.fingerprint and plan.profile.fingerprint != (found := fingerprint(model)):
+        raise PlanMismatchError(
+            f"the plan was made for another model: fingerprint {plan.profile.fingerprint} ({plan.profile.model}) in "
+            f"the plan, {found} ({type(model).__name__}) here; make the plan again for this model"
+        )
     args, kwargs = as_call(example_inputs)
     cutter = Cutter(plan.training.batch_dim)
     args, kwargs, target = _of_size(args, kwargs, example_target, plan, cutter)

@@ -102,3 +102,12 @@ def test_dropout_is_compared_in_eval_mode_and_said() -> None:
     assert result.passed
     assert any("eval mode" in note for note in result.notes)
     assert model.training
+
+
+def test_a_plan_of_another_model_is_refused_before_any_rank_starts(
+    tied: tuple[pt.Plan, models.Case, pt.Verification],
+) -> None:
+    plan, _, _ = tied
+    other = torch.nn.Linear(3, 3)
+    with pytest.raises(pt.PlanMismatchError, match=plan.profile.fingerprint):
+        pt.verify(plan, other, torch.randn(8, 3))

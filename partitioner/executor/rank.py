@@ -1,4 +1,4 @@
-"""The process of one launched rank: `python -m partitioner.executor.rank FOLDER PARENT` runs the call kept there."""
+"""The process of one launched rank: `python -m partitioner.executor.rank FOLDER` runs the call kept there."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ def main() -> None:
         code = 0
     except BaseException as error:
         text = traceback.format_exc()
-        sys.stderr.write(text)
         _leave(folder, {"error": error, "time": time.time(), "traceback": text})
         code = 1
     if code == 0:

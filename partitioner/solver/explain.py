@@ -150,6 +150,12 @@ def _assumptions(found: Found, prediction: Prediction) -> list[str]:
             f"{names}{', ...' if len(shared) > 3 else ''} live on stages {', '.join(map(str, stages))} as copies whose "
             "gradients are summed"
         )
+    profile, kinds = graph.profile, {device.kind for device in cluster.devices}
+    if profile.provenance == "measured" and profile.device_kind not in kinds:
+        said.append(
+            f"layers were measured on {profile.device}, not on {cluster.devices[0].name}: their times are not those of "
+            f"the devices planned for; measure a profile there"
+        )
     sources = sorted({link.source for link in (cluster.intra, cluster.inter) if link.source})
     if sources:
         said.append(f"link figures: {'; '.join(sources)}")

@@ -32,7 +32,7 @@ def by_flops(profile: pt.Profile, flops_per_s: float = 1e12) -> pt.Profile:
         return layer.model_copy(update={"costs": tuple(costs)})
 
     layers = tuple(counted(layer) for layer in profile.layers)
-    return profile.model_copy(update={"layers": layers, "optimizer_s": 0.0})
+    return profile.model_copy(update={"layers": layers, "optimizer_s": 0.0, "slicing_s": 0.0})
 
 
 def profiled(case: Case, model: torch.nn.Module | None = None) -> pt.Profile:
