@@ -175,7 +175,7 @@ class _Recorder(Watcher):
                 pure=parents is not None and all(self.recording.infos[parent].pure for parent in parents),
                 storage=storage_of(tensor),
                 memory=self.memory_of(tensor),
-                memory_nbytes=tensor.untyped_storage().nbytes() if is_sendable(tensor) else _nbytes(tensor),
+                memory_nbytes=_memory_nbytes(tensor),
                 foreign=foreign,
             )
         )
@@ -507,6 +507,14 @@ def storage_of(tensor: torch.Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):  # sparse and other layouts without one storage
         return id(tensor)
+
+
+def _memory_nbytes(tensor: torch.Tensor) -> int:
+    """Bytes of the whole memory that a tensor looks at; of itself where it has none to look at."""
+    try:
+        return tensor.untyped_storage().nbytes() if is_sendable(tensor) else _nbytes(tensor)
+    except (RuntimeError, NotImplementedError):  # inside a functorch transform
+        return _nbytes(tensor)
 
 
 def in_transform() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -139,7 +140,10 @@ def test_a_capture_on_meta_is_the_same_as_with_values(name: str) -> None:
     with torch.device("meta"):
         bare = quiet(lambda: build(name))
     meta = capture(bare.model, bare.args, bare.kwargs, layers=ids(real))
-    for name in ("model", "tensors", "parameters", "no_cut", "joinable", "glue", "fingerprint", "call_digest"):
+    # Kernels on meta put some results into memory of their own that real ones share: the numbering differs.
+    plain = [[replace(tensor, memory=0) for tensor in found.tensors] for found in (meta, real)]
+    assert plain[0] == plain[1]
+    for name in ("model", "parameters", "no_cut", "joinable", "glue", "fingerprint", "call_digest"):
         assert getattr(meta, name) == getattr(real, name)
     assert ids(meta) == ids(real)
     alike = [[a.key == b.key for a in found.layers for b in found.layers] for found in (meta, real)]
