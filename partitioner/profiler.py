@@ -23,15 +23,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from partitioner.capture import Capture, CapturedLayer, CapturedTensor, capture
-from partitioner.errors import ArgumentError, SetupError
+from partitioner.capture import Capture, CapturedLayer, CapturedTensor, capture, copied
+from partitioner.errors import ArgumentError, SetupError, UnsupportedModelError
 from partitioner.losses import Loss, LossFunction
 from partitioner.microbatches import Cutter, MicroBatch, as_call
 from partitioner.profiles import Layer, LayerCost, Profile, Tensor
-from partitioner.restore import untouched
+from partitioner.restore import ModelState, untouched
 from partitioner.slicing import Meter, Payload, Slice, SliceRun, alone, base_name, survey
 from partitioner.structures import map_tensors, tensors_in
 from partitioner.tracing import unwrap
+
+MAX_SURVEYS = 12
+"""Forwards to look for what every layer receives, where layers are left out at random."""
 
 MIN_REPEATS, MAX_REPEATS = 5, 12
 """Of one layer; in between until the 95 % interval of its median is within 2 %."""
@@ -68,7 +71,8 @@ def profile(
     cutter = Cutter(batch_dim)
     batch = cutter.batch_size(args, kwargs)
     sizes = _sizes(batch, microbatch_sizes)
-    parts = {size: cutter.cut(args, kwargs, example_target, batch // size)[0] for size in sizes}
+    cut = [cutter.cut(args, kwargs, example_target, batch // size)[0] for size in sizes]
+    parts = {part.samples: part for part in cut}
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     tell = progress or (lambda what, share: None)
     loss = Loss(model, loss_fn, None) if loss_fn is not None or not on_meta else Loss(model, None, None)
@@ -204,7 +208,8 @@ class _Probe:
     stage_of: dict[str, int]
     captured: Capture
     loss: Loss | None
-    join: bool = False
+    state: ModelState | None
+    """What the model is to be before each run; None where runs do not change it."""
     forward_s: list[float] = field(default_factory=list)
     backward_s: list[float] = field(default_factory=list)
     own_saved_bytes: int = 0
@@ -238,13 +243,11 @@ def _probes(
     counts = Counter(keys)
     first = {key: layers[k] for k, key in reversed(list(enumerate(keys)))}
     args, kwargs = (part.args, part.kwargs) if not on_meta else map_tensors((part.args, part.kwargs), _to_meta)
-    seen = survey(model, captured, [layer.id for layer in first.values()], args, kwargs)
+    payloads, state = _surveyed(model, captured, [layer.id for layer in first.values()], args, kwargs)
     here = map_tensors(part, lambda tensor: _real(tensor, device))
     found = []
     for key, layer in first.items():
-        payload = seen.payloads.get(layer.id)
-        if payload is None:
-            raise ArgumentError(f"layer {layer.id} ran when the model was captured and not when it was surveyed")
+        payload = payloads[layer.id]
         tensors = [_real(tensor, device) for tensor in payload.tensors]
         received = {} if layer is layers[0] else {0: Payload(payload.header, tensors)}
         last = layer is layers[-1]
@@ -258,9 +261,37 @@ def _probes(
                 stage_of=alone(captured, layer.id),
                 captured=captured,
                 loss=loss if last else None,
+                state=state,
             )
         )
     return found
+
+
+def _surveyed(
+    model: nn.Module, captured: Capture, layers: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[dict[str, Payload], ModelState | None]:
+    """What each of `layers` receives, and the state of the model before: None where forwards do not change it.
+
+    Where a first forward builds something to keep, the second is taken; where layers are left out at random, more.
+    """
+    found: dict[str, Payload] = {}
+    state: ModelState | None = None
+    for attempt in range(MAX_SURVEYS):
+        before = ModelState(model)
+        seen = survey(model, captured, layers, *map_tensors((args, kwargs), copied))
+        if before.has_changed():
+            if attempt == 0:
+                continue
+            state = state or before
+            state.restore()
+        found |= seen.payloads
+        if found.keys() >= set(layers):
+            return found, state
+    missing = next(name for name in layers if name not in found)
+    raise UnsupportedModelError(
+        f"layer {missing} ran when the model was captured, and in none of {MAX_SURVEYS} forwards later: the model must "
+        f"be measured in a mode in which it runs all of its layers"
+    )
 
 
 def _real(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -411,6 +442,8 @@ class _Named(Meter):
 
 
 def _time_once(part: Slice, probe: _Probe, clock: _Clock) -> None:
+    if probe.state is not None:
+        probe.state.restore()
     watch = _StopWatch(clock)
     run = part.run(probe.part.args, probe.part.kwargs, probe.received, meter=watch)
     watch.start()
@@ -436,6 +469,8 @@ def _count_saved(model: nn.Module, probe: _Probe, device: torch.device) -> None:
         return saved
 
     part = _slice(model, probe, device)
+    if probe.state is not None:
+        probe.state.restore()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
         run = part.run(probe.part.args, probe.part.kwargs, probe.received, meter=names)
         roots = _finish(probe, run)
@@ -482,6 +517,8 @@ def _trace(model: nn.Module, probes: list[_Probe], device: torch.device, everywh
         for probe in probes:
             label = f"{probe.layer.id} ({probe.samples} samples)"
             with _resident(model, probe.layer, device, everywhere):
+                if probe.state is not None:
+                    probe.state.restore()
                 with torch.profiler.record_function(f"forward {label}"):
                     run = _slice(model, probe, device).run(probe.part.args, probe.part.kwargs, probe.received)
                     roots = _finish(probe, run)

@@ -53,6 +53,7 @@ class ModelState:
 
     def __init__(self, model: nn.Module) -> None:
         self._undo: list[Callable[[], None]] = []
+        self._containers: list[tuple[Any, Any]] = []
         self._known = {id(parameter) for parameter in model.parameters()}
         self._kept: list[Any] = []
         for module in model.modules():
@@ -65,6 +66,10 @@ class ModelState:
         for undo in self._undo:
             undo()
 
+    def has_changed(self) -> bool:
+        """Whether an attribute or container holds other objects than it did; what tensors hold does not count."""
+        return any(_differ(container, before) for container, before in self._containers)
+
     def _keep(self, item: Any, depth: int) -> None:
         if id(item) in self._known or depth > _MAX_DEPTH:
             return
@@ -74,7 +79,9 @@ class ModelState:
                 self._undo.append(_tensor_undo(item))
         elif isinstance(item, (list, dict, set, deque)):
             self._note(item)
-            self._undo.append(_container_undo(item))
+            before = item.copy()
+            self._containers.append((item, before))
+            self._undo.append(_container_undo(item, before))
             for part in item.values() if isinstance(item, dict) else item:
                 self._keep(part, depth + 1)
         elif isinstance(item, tuple):
@@ -102,9 +109,17 @@ def _tensor_undo(tensor: torch.Tensor) -> Callable[[], None]:
     return undo
 
 
-def _container_undo(container: Any) -> Callable[[], None]:
-    before = container.copy()
+def _differ(container: Any, before: Any) -> bool:
+    if len(container) != len(before):
+        return True
+    if isinstance(container, dict):
+        return any(key not in container or container[key] is not value for key, value in before.items())
+    if isinstance(container, set):
+        return bool(container != before)
+    return any(one is not other for one, other in zip(container, before, strict=True))
 
+
+def _container_undo(container: Any, before: Any) -> Callable[[], None]:
     def undo() -> None:
         container.clear()
         container.extend(before) if isinstance(container, (list, deque)) else container.update(before)

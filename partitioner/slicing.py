@@ -27,7 +27,7 @@ from partitioner.logbook import Arguments, Decoder, Encoder, Entry, pickled, ver
 from partitioner.profiles import Profile
 from partitioner.recording import ROOT
 from partitioner.restore import random_marks, random_states, set_random_states
-from partitioner.standins import StandIn, exchange
+from partitioner.standins import StandIn, exchange, unrecorded
 from partitioner.structures import map_tensors, tensors_in
 from partitioner.tracing import HOST_READS, Watcher, may_draw, unwatched, unwrap, watching
 
@@ -531,7 +531,7 @@ class _Walk(Watcher):
             entry = self.log[self.position]
             raise self.other_way("ends", f"ran {entry.name} ({entry.moment})")
         self.local = True
-        with torch._C.DisableTorchFunction():
+        with torch._C.DisableTorchFunction(), unrecorded():
             around = {}
             if self.meter is not None:
                 around = {name: tensor for name, tensor in self.named.items() if not isinstance(tensor, StandIn)}
@@ -615,7 +615,7 @@ class Survey:
 def survey(
     model: nn.Module, captured: Capture, layers: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Survey:
-    """Run the whole forward once, without gradients, and keep what each of `layers` would receive.
+    """Run the whole forward once, as for training, and keep what each of `layers` would receive.
 
     For a `Slice` of one such layer, cut out with `alone`. Tensors are copies.
     """
@@ -624,7 +624,7 @@ def survey(
     part.wanted = frozenset(base_name(name) for route in needs.values() for name in route)
     walk = _Surveyor(part, needs, {tensor.id: tensor.needs_gradient for tensor in captured.tensors})
     walk.note_inputs((args, dict(kwargs)))
-    with torch.no_grad(), watching(walk):
+    with torch.enable_grad(), watching(walk):
         output = model(*args, **kwargs)
     return Survey(walk.payloads, output)
 
@@ -650,13 +650,12 @@ class _Surveyor(_Walk):
         if call_id in self.needs:
             with torch._C.DisableTorchFunction():
                 names = {base_name(name): self.needs_gradient[name] for name in self.needs[call_id]}
-                found = [(name, self.named[name]) for name in names if name in self.named]
-                tensors = [tensor.detach().clone() for _, tensor in found]
-            log = [tuple(entry) for entry in self.own]
-            flags = (False, call_id, self.inputs_were_written())
-            header = pickled((tuple((name, names[name]) for name, _ in found), log, flags))
-            if header is not None:
-                self.payloads[call_id] = Payload(header, tensors)
+                complete = all(name in self.named for name in names)  # not where a layer was left out at random
+                log = [tuple(entry) for entry in self.own]
+                header = pickled((tuple(names.items()), log, (False, call_id, self.inputs_were_written())))
+                if complete and header is not None:
+                    tensors = [self.named[name].detach().clone() for name in names]
+                    self.payloads[call_id] = Payload(header, tensors)
         return super().layer(call_id, module, run, args, kwargs)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -58,6 +60,22 @@ def exchange(first: torch.Tensor, second: torch.Tensor) -> None:
 
     As torch.utils.swap_tensors, but what C++ still holds (the base of a view) is left behind rather than refused.
     """
+    try:
+        torch._C._swap_tensor_impl(first, second)
+    except RuntimeError as error:  # torch refuses while there are weak references to either
+        raise UnsupportedModelError(
+            "a tensor of another stage is weakly referenced, by the model or by a torch.profiler that records "
+            "shapes or memory: run without that, or pin the layers around it to one stage"
+        ) from error
     first.__class__, second.__class__ = second.__class__, first.__class__
     first.__dict__, second.__dict__ = second.__dict__, first.__dict__
-    torch._C._swap_tensor_impl(first, second)
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Inside: torch.profiler sees no operations, so that it keeps no weak references to the tensors made."""
+    torch._C._autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        torch._C._autograd._enable_record_function(True)

@@ -333,3 +333,15 @@ def test_odd_models_are_cut_where_that_is_right_and_nowhere_else(name: str) -> N
             expected = run_whole(fresh[0], seed=step, model=whole)
             worst, where = difference(expected, run_cut(fresh[1], captured, stage_of, seed=step, models=models))
             assert worst < 1e-5, (chosen, step, where)
+
+
+@pytest.mark.parametrize("how", [{"with_stack": True}, {"record_shapes": True, "profile_memory": True}])
+def test_stages_run_under_torchs_own_profiler(how: dict) -> None:
+    """It reads gradients at module calls, and holds weak references to tensors that are to be exchanged."""
+    case, captured = captured_case("gpt2", 1 / 10)
+    stage_of = split(captured, even_cuts(captured, 3))
+    whole = run_whole(case)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], **how):
+        cut = run_cut(case, captured, stage_of)
+    worst, where = difference(whole, cut)
+    assert worst < 1e-6, where
