@@ -260,9 +260,9 @@ class _Chooser:
         self.forbid_shared_storage(no_cut)
         self.forbid_state(no_cut)
         keep_open |= self.forbid_attributes(no_cut)
-        self.forbid_regions(no_cut)
         for span in recording.spans:
             self.forbid(no_cut, self.zone(span.start), self.zone(span.stop), span.reason)
+        self.forbid_regions(no_cut)
         collecting = [n for n, node in enumerate(self.nodes) if node.hooks & recording.collecting]
         fire_hooks = {self.nodes[number].path for number in collecting}
         keep_open |= {self.nodes[one].path for number in collecting for one in self.ancestors(number)}
@@ -409,10 +409,13 @@ class _Chooser:
         return keep_open
 
     def forbid_regions(self, no_cut: dict[int, str]) -> None:
-        for k in range(1, len(self.chosen)):
-            before, here = self.nodes[self.chosen[k - 1]], self.nodes[self.chosen[k]]
-            if here.region and here.region == before.region:
-                no_cut.setdefault(k, "one checkpoint runs the layers on both sides")
+        """No cut inside a checkpoint; one just before it is possible, unless code runs in it before its first layer."""
+        for region in self.recording.regions:
+            first = min((start for start in self.starts if region.entered < start < region.left), default=region.left)
+            if region.first_function:
+                first = min(first, region.first_function)
+            reason = "one checkpoint runs the code on both sides"
+            self.forbid(no_cut, self.zone(first), self.zone(region.left), reason)
 
     # -- parameters and keys
 

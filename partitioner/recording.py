@@ -45,8 +45,6 @@ class Node:
     children: list[int] = field(default_factory=list)
     whole: str = ""
     """Why it must not be opened; empty where it may."""
-    region: int = 0
-    """Number of the checkpoint around it, 0 for none."""
     hooks: set[Any] = field(default_factory=set)
     """What tells its forward hooks from others."""
     collected: list[int] = field(default_factory=list)
@@ -97,6 +95,15 @@ class Span:
 
 
 @dataclass
+class Region:
+    """One run of a checkpoint."""
+
+    entered: int
+    first_function: int = 0
+    left: int = 0
+
+
+@dataclass
 class Recording:
     """One forward: `order` is the sequence of calls; kernels are (description, FLOPs, bytes moved)."""
 
@@ -105,6 +112,7 @@ class Recording:
     infos: list[Info] = field(default_factory=list)
     writes: list[Write] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
+    regions: list[Region] = field(default_factory=list)
     kernels: list[tuple[str, float, float]] = field(default_factory=list)
     parameter_uses: dict[str, list[Place]] = field(default_factory=lambda: defaultdict(list))
     attributes: list[Attribute] = field(default_factory=list)
@@ -146,8 +154,8 @@ class _Recorder(Watcher):
         self.parameter_storages = {storage_of(parameter): name for name, parameter in model.named_parameters()}
         self.buffers = {id(buffer): name for name, buffer in model.named_buffers()}
         self.num_memories = 0
-        self.region = 0
-        self.regions: list[Any] = []
+        self.regions: list[Region] = []
+        """Checkpoints around."""
 
     @property
     def place(self) -> Place:
@@ -249,6 +257,8 @@ class _Recorder(Watcher):
 
     def on_function(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.recording.clock += 1
+        for region in self.regions:
+            region.first_function = region.first_function or self.recording.clock
         moment = self.next_name()
         self.recording.moments[self.moment] = (self.num_functions, self.stack[-1] if self.stack else -1)
         given = tensors_in((args, kwargs))
@@ -313,27 +323,30 @@ class _Recorder(Watcher):
 
     def on_checkpoint(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A reentrant checkpoint: its inside is watched, but no cut may go through it."""
-        outer = self.region
-        self.regions.append(None)
-        self.region = len(self.regions)
-        try:
-            return self.on_function("apply CheckpointFunction", run, args, kwargs)
-        finally:
-            self.region = outer
 
-    def on_region(self) -> None:
-        pass
+        def run_region(*args: Any, **kwargs: Any) -> Any:
+            self.enter_region()
+            try:
+                return run(*args, **kwargs)
+            finally:
+                self.leave_region()
 
-    def region_here(self) -> int:
-        """The innermost checkpoint; one without reentrance shows itself by the hook that drops what is saved."""
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if hooks is None or not hooks[0].__qualname__.startswith("_checkpoint_hook"):
-            return self.region
-        for k, hook in enumerate(self.regions):
-            if hook is hooks[0]:
-                return k + 1
-        self.regions.append(hooks[0])
-        return len(self.regions)
+        return self.on_function("apply CheckpointFunction", run_region, args, kwargs)
+
+    def on_region(self, what: str) -> None:
+        if what == "entered":
+            self.enter_region()
+        elif what == "left":
+            self.leave_region()
+
+    def enter_region(self) -> None:
+        self.recording.clock += 1
+        self.regions.append(Region(self.recording.clock))
+
+    def leave_region(self) -> None:
+        region = self.regions.pop()
+        region.left = self.recording.clock
+        self.recording.regions.append(region)
 
     def written(self, tensor: torch.Tensor, moment: str, parents: tuple[int, ...] | None) -> None:
         """`tensor` was changed in place: it, and everything alive that looks at the same storage, has a new value."""
@@ -365,7 +378,6 @@ class _Recorder(Watcher):
             parent=self.stack[-1] if self.stack else None,
             start=recording.clock,
             first_kernel=len(recording.kernels),
-            region=self.region_here(),
         )
         number = len(recording.nodes)
         recording.nodes.append(node)

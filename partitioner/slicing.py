@@ -351,8 +351,8 @@ class _Walk(Watcher):
             self.name(moment, tensors_in(result), moment)
         return result
 
-    def on_region(self) -> None:
-        if not self.local and self.position == len(self.log):
+    def on_region(self, what: str) -> None:
+        if what == "begins" and not self.local and self.position == len(self.log):
             self.begin()
 
     def on_call(

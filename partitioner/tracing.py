@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 import torch
 import torch.utils.checkpoint as checkpointing
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
 READS = frozenset(
@@ -144,8 +145,8 @@ class Watcher(ABC):
         """A reentrant checkpoint of torch: `args` are the function, the RNG flag and the function's own arguments."""
 
     @abstractmethod
-    def on_region(self) -> None:
-        """A checkpoint without reentrance begins; it is about to save its inputs."""
+    def on_region(self, what: str) -> None:
+        """A checkpoint without reentrance "begins" (it is about to save its inputs), is "entered", is "left"."""
 
     @abstractmethod
     def on_read(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -249,10 +250,24 @@ def _watched_apply(function: type[torch.autograd.Function], *args: Any, **kwargs
         return watcher.on_function(f"apply {function.__qualname__}", run_hidden, args, kwargs)
 
 
-def _watched_frame_init(frame: Any, *args: Any, **kwargs: Any) -> None:
+def _tell_region(what: str) -> None:
     if _current.watcher is not None:
-        _current.watcher.on_region()
+        _current.watcher.on_region(what)
+
+
+def _watched_frame_init(frame: Any, *args: Any, **kwargs: Any) -> None:
+    _tell_region("begins")
     _frame_init(frame, *args, **kwargs)
+
+
+def _watched_hook_enter(hook: Any) -> None:
+    _tell_region("entered")
+    saved_tensors_hooks.__enter__(hook)
+
+
+def _watched_hook_exit(hook: Any, *error: object) -> None:
+    _tell_region("left")
+    saved_tensors_hooks.__exit__(hook, *error)
 
 
 class _Patch:
@@ -266,12 +281,15 @@ class _Patch:
         self._num_watchers += 1
         torch.autograd.Function.apply = classmethod(_watched_apply)  # type: ignore[method-assign, assignment]
         checkpointing._CheckpointFrame.__init__ = _watched_frame_init  # type: ignore[method-assign, assignment]
+        checkpointing._checkpoint_hook.__enter__ = _watched_hook_enter  # type: ignore[method-assign]
+        checkpointing._checkpoint_hook.__exit__ = _watched_hook_exit  # type: ignore[method-assign]
 
     def leave(self) -> None:
         self._num_watchers -= 1
         if self._num_watchers == 0:
             torch.autograd.Function.apply = classmethod(_function_apply)  # type: ignore[method-assign, assignment]
             checkpointing._CheckpointFrame.__init__ = _frame_init  # type: ignore[method-assign]
+            del checkpointing._checkpoint_hook.__enter__, checkpointing._checkpoint_hook.__exit__
 
 
 _patch = _Patch()

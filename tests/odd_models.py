@@ -1517,3 +1517,365 @@ def mutates_a_list_of_tensors_in_glue() -> nn.Module:
         return self.d(first) + sum(rest)
 
     return of(forward)()
+
+
+# -- the second helping
+
+
+@odd
+def layers_in_a_plain_list() -> nn.Module:
+    """Forgotten by .parameters(), as in many first models; they run all the same."""
+
+    def init(self: Any) -> None:
+        self.hidden = [lin(), lin()]
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.d(self.hidden[1](self.c(self.hidden[0](self.b(self.a(x))))))
+
+    return of(forward, init)()
+
+
+@odd
+def trained_tensors_that_are_no_parameters() -> nn.Module:
+    def init(self: Any) -> None:
+        self.scale = torch.ones(D, requires_grad=True)
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.d(self.c(self.b(self.a(x)) * self.scale)) * self.scale
+
+    return of(forward, init)()
+
+
+@odd
+def parameters_that_share_memory() -> nn.Module:
+    model = nn.Sequential(lin(), lin(), lin(), lin())
+    model[2].weight = nn.Parameter(model[1].weight.data)
+    return model
+
+
+@odd
+def buffers_that_look_at_parameters() -> nn.Module:
+    def init(self: Any) -> None:
+        self.register_buffer("view", self.b.weight.data[0])
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.d(self.c(self.b(self.a(x)) + self.view))
+
+    return of(forward, init)()
+
+
+@odd
+def calls_itself() -> nn.Module:
+    class Tree(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = lin()
+
+        def forward(self, x: torch.Tensor, depth: int) -> torch.Tensor:
+            if depth == 0:
+                return torch.tanh(self.cell(x))
+            return self.cell(self(x, depth - 1) + self(x * 0.5, depth - 1))
+
+    class Model(Blocks):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tree = Tree()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.tree(self.a(x), 2)
+            return self.d(self.tree(self.b(x), 1) + self.c(x))
+
+    return Model()
+
+
+@odd
+def module_compiled_in_place() -> nn.Module:
+    model = nn.Sequential(lin(), nn.Sequential(lin(), nn.Tanh()), lin(), lin())
+    model[1].compile(backend="eager")
+    return model
+
+
+@odd
+def traced_by_fx() -> nn.Module:
+    inner = torch.fx.symbolic_trace(nn.Sequential(lin(), nn.Tanh(), lin()))
+    return nn.Sequential(lin(), inner, lin())
+
+
+@odd
+def call_is_overridden() -> nn.Module:
+    class Calls(nn.Linear):
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            return super().__call__(x) + 1
+
+    class Past(nn.Linear):
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            return self.forward(x) * 2
+
+    return nn.Sequential(lin(), Calls(D, D), Past(D, D), lin())
+
+
+@odd
+def checkpoints_in_checkpoints() -> nn.Module:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(lin(), nn.Dropout(0.3), nn.Tanh()) for _ in range(6))
+
+        def pair(self, k: int, x: torch.Tensor) -> torch.Tensor:
+            x = checkpoint(self.layers[k], x, use_reentrant=False)
+            return checkpoint(self.layers[k + 1], x, use_reentrant=False) + x
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for k in (0, 2, 4):
+                x = checkpoint(self.pair, k, x, use_reentrant=False)
+            return x
+
+    return Model()
+
+
+@odd
+def selective_checkpoint() -> nn.Module:
+    from functools import partial
+
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        keep = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+        for layer in (self.a, self.b, self.c):
+            x = checkpoint(lambda y, layer=layer: torch.tanh(layer(y)), x, use_reentrant=False, context_fn=keep)
+        return self.d(x)
+
+    return of(forward)()
+
+
+@odd
+def offloads_what_is_saved() -> nn.Module:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            x = torch.tanh(self.b(torch.tanh(self.a(x))))
+            x = torch.tanh(self.c(x))
+        return self.d(x)
+
+    return of(forward)()
+
+
+@odd
+def hook_before_a_container_changes_its_input() -> nn.Module:
+    model = nn.Sequential(nn.Sequential(lin(), lin()), nn.Sequential(lin(), lin()), lin())
+    model[1].register_forward_pre_hook(lambda module, args: (torch.tanh(args[0]) * 2,))
+    model[1].register_forward_hook(lambda module, args, out: out + args[0])
+    model[0].register_forward_pre_hook(lambda module, args, kwargs: ((args[0] + 1,), kwargs), with_kwargs=True)
+    return model
+
+
+@odd
+def empty_and_zero_dimensional_tensors() -> nn.Module:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        x = self.a(x)
+        nothing, scale = x[:0], x.mean()
+        y = self.c(self.b(x))
+        return torch.cat([self.d(y) * scale, nothing, self.d(nothing)])
+
+    return of(forward)()
+
+
+@odd
+def inputs_come_out_again() -> nn.Module:
+    def forward(self: Any, x: torch.Tensor) -> Any:
+        y = self.d(self.c(self.b(self.a(x))))
+        return {"y": y, "x": x, "same": [y, y], "none": None, "n": 3}
+
+    return of(forward)()
+
+
+@odd
+def context_variable_carries_a_tensor() -> nn.Module:
+    from contextvars import ContextVar
+
+    shared: ContextVar[Any] = ContextVar("shared", default=None)
+
+    class Sets(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = lin()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            shared.set(torch.tanh(self.inner(x)))
+            return x
+
+    class Gets(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = lin()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x) + shared.get()
+
+    return nn.Sequential(lin(), Sets(), lin(), Gets(), lin())
+
+
+@odd
+def weights_are_cached_across_layers() -> nn.Module:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.between = nn.utils.parametrizations.orthogonal(lin()), nn.ModuleList([lin(), lin()])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with nn.utils.parametrize.cached():
+                for between in self.between:
+                    x = between(self.layer(x))
+                return self.layer(x)
+
+    return Model()
+
+
+class Adds(nn.Module):
+    """Adds up in the state that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = lin()
+
+    def forward(self, state: Any) -> None:
+        state.total += self.inner(state.x).detach()
+        state.steps += 1
+
+
+class Adding(nn.Module):
+    def __init__(self, make: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.layers, self.head, self.make = nn.ModuleList(Adds() for _ in range(3)), lin(), make
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = self.make(x)
+        for layer in self.layers:
+            layer(state)
+        return self.head(state.total) * state.steps
+
+
+class State:
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x, self.total, self.steps = x, torch.zeros(4, D), 0
+
+
+@odd
+def mutates_tensors_of_a_record() -> nn.Module:
+    return Adding(lambda x: SimpleNamespace(x=x, total=torch.zeros(4, D), steps=0))
+
+
+@odd
+def mutates_tensors_of_a_plain_object() -> nn.Module:
+    return Adding(State)
+
+
+class Cache:
+    def __init__(self) -> None:
+        self.length, self.items = 0, {}
+
+
+class Fills(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = lin()
+
+    def forward(self, x: torch.Tensor, cache: Cache) -> torch.Tensor:
+        y = torch.tanh(self.inner(x))
+        cache.items[len(cache.items)] = y
+        cache.length += x.shape[0]
+        return y
+
+
+@odd
+def object_filled_by_layers_is_read_by_glue() -> nn.Module:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Fills() for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            cache = Cache()
+            for layer in self.layers:
+                x = layer(x, cache) * cache.length
+            return x + cache.length + sum(cache.items.values())
+
+    return Model()
+
+
+SCRATCH: list[torch.Tensor] = []
+
+
+@odd
+def state_in_a_global_list() -> nn.Module:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = lin()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.inner(x)
+            SCRATCH.clear()
+            SCRATCH.append(x * 2)
+            return x
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        x = self.b(self.writes(self.a(x)))
+        return self.d(self.c(x)) + SCRATCH[-1]
+
+    return of(forward, lambda self: setattr(self, "writes", Writes()))()
+
+
+@odd
+def branches_in_threads() -> nn.Module:
+    from concurrent.futures import ThreadPoolExecutor
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        x = self.a(x)
+        with ThreadPoolExecutor(2) as pool:
+            left, right = pool.map(lambda layer: layer(x), (self.b, self.c))
+        return self.d(left + right)
+
+    return of(forward)()
+
+
+@odd
+def double_and_integers_mix() -> nn.Module:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        x = self.a(x)
+        index = x.argmax(1)
+        counts = torch.bincount(index, minlength=D).to(torch.int8)
+        wide = x.double().cumsum(0)
+        y = self.b(x) + F.one_hot(index, D) * counts
+        return self.d(self.c(y)).double() + wide + counts
+
+    return of(forward)()
+
+
+@odd
+def segments_and_scatter() -> nn.Module:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        x = self.a(x)
+        source, target = torch.tensor([0, 1, 2, 3, 0]), torch.tensor([1, 2, 3, 0, 2])
+        for layer in (self.b, self.c):
+            x = x + torch.zeros_like(x).index_add_(0, target, layer(x[source]))
+        return self.d(torch.zeros(2, D).scatter_reduce(0, (target[:4] % 2)[:, None].expand(4, D), x, "mean"))
+
+    return of(forward)()
+
+
+def _glue_before_a_layer_in_a_checkpoint(reentrant: bool) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+            x = self.a(x)
+            for layer in (self.b, self.c):
+                x = checkpoint(lambda y, layer=layer: layer(torch.tanh(y)) * 2, x, use_reentrant=reentrant)
+            return self.d(x)
+
+        return of(forward)()
+
+    make.__name__ = f"glue_before_a_layer_in_a_{'reentrant' if reentrant else 'hooked'}_checkpoint"
+    return make
+
+
+odd(_glue_before_a_layer_in_a_checkpoint(True))
+odd(_glue_before_a_layer_in_a_checkpoint(False))

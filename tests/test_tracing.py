@@ -40,8 +40,8 @@ class Listening(Watcher):
         self.heard.append("checkpoint")
         return run(*args, **kwargs)
 
-    def on_region(self) -> None:
-        self.heard.append("region")
+    def on_region(self, what: str) -> None:
+        self.heard.append(f"region {what}")
 
     def on_read(self, name: str, func: Callable, args: tuple, kwargs: dict) -> Any:
         return func(*args, **kwargs)
@@ -168,9 +168,9 @@ def test_checkpoints_of_both_kinds_are_told_and_their_inside_too() -> None:
             return checkpoint(self.layer, x, use_reentrant=self.reentrant)
 
     x = torch.ones(2, requires_grad=True)
-    for reentrant, word in ((True, "checkpoint"), (False, "region")):
-        told = [line for line in heard(Model(reentrant), x) if "/" not in line]
-        assert told == ["call ", word, "call layer"]
+    told = [[line for line in heard(Model(reentrant), x) if "/" not in line] for reentrant in (True, False)]
+    assert told[0] == ["call ", "checkpoint", "call layer"]
+    assert told[1] == ["call ", "region begins", "region entered", "call layer", "region left"]
 
 
 def test_properties_and_iteration_are_told_apart_from_reads() -> None:
