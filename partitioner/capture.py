@@ -25,7 +25,7 @@ from torch import nn
 
 from partitioner.errors import UnsupportedModelError
 from partitioner.profiles import Parameter
-from partitioner.recording import Info, Node, Recording, record
+from partitioner.recording import Info, Node, Recording, record, storage_of
 from partitioner.restore import untouched
 from partitioner.structures import map_tensors
 from partitioner.tracing import unwrap
@@ -259,6 +259,7 @@ class _Chooser:
         tensors = self.tensors(ids, no_cut)
         self.forbid_shared_storage(no_cut)
         self.forbid_state(no_cut)
+        self.forbid_shared_weights(no_cut)
         keep_open |= self.forbid_attributes(no_cut)
         for span in recording.spans:
             self.forbid(no_cut, self.zone(span.start), self.zone(span.stop), span.reason)
@@ -388,6 +389,24 @@ class _Chooser:
                 zones = [self.zone(when) for when, _ in info.uses]
                 reason = f"the state {info.foreign!r} is changed in the forward and used on both sides"
                 self.forbid(no_cut, min(zones), max(zones), reason)
+
+    def forbid_shared_weights(self, no_cut: dict[int, str]) -> None:
+        """Parameters, or a parameter and a buffer, that are different objects over the same memory."""
+        model = self.recording.model
+        zones: dict[int, set[int]] = defaultdict(set)
+        names: dict[int, list[str]] = defaultdict(list)
+        for name, parameter in model.named_parameters():
+            if not parameter.is_meta:
+                names[storage_of(parameter)].append(name)
+                zones[storage_of(parameter)] |= {self.zone(when) for when, _ in self.recording.parameter_uses[name]}
+        for info in self.recording.infos:
+            if info.foreign and info.storage in names and info.uses:
+                names[info.storage].append(info.foreign)
+                zones[info.storage] |= {self.zone(when) for when, _ in info.uses}
+        for storage, found in names.items():
+            if len(found) > 1 and zones[storage]:
+                reason = f"{found[0]!r} and {found[1]!r} share memory without being one parameter"
+                self.forbid(no_cut, min(zones[storage]), max(zones[storage]), reason)
 
     def forbid_attributes(self, no_cut: dict[int, str]) -> set[str]:
         """A module attribute must stay with whoever reads a change of it; the modules to keep open for those who can.

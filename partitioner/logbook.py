@@ -11,6 +11,7 @@ import functools
 import io
 import pickle
 import sys
+from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 
 from partitioner.errors import UnsupportedModelError
-from partitioner.structures import PLAIN, Opened, is_same, opened, opened_record
+from partitioner.structures import PLAIN, Opened, is_python_object, is_same, opened, opened_object, opened_record
 
 
 class Entry(NamedTuple):
@@ -64,11 +65,16 @@ _STATELESS = (*PLAIN, nn.Module)
 
 
 class Arguments:
-    """The tensors, containers and opaque objects that a call was given, as they were before it."""
+    """The tensors, containers and opaque objects that a call was given, as they were before it.
+
+    Of an object of a Python class, what its attributes hold directly belongs to it, and the items of containers there.
+    """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.tensors: list[torch.Tensor] = []
         self.objects: list[Any] = []
+        self.items: list[Any] = []
+        """What containers inside of objects held, in their order."""
         self._contents: list[Opened | None] = []
         for item in (*args, *kwargs.values()):
             self._note(item)
@@ -82,11 +88,28 @@ class Arguments:
             return
         inside = opened(item)
         if inside is None or inside.kind not in ("tuple", "slice"):
+            if inside is None and is_python_object(item):
+                self._note_object(item)
+                return
             self.objects.append(item)
             self._contents.append(inside)
         if inside is not None:
             for part in inside.parts:
                 self._note(part)
+
+    def _note_object(self, item: Any) -> None:
+        inside = opened_object(item)
+        self.objects.append(item)
+        self._contents.append(inside)
+        for part in inside.parts:
+            if isinstance(part, torch.Tensor):
+                self.tensors.append(part)
+            elif isinstance(part, (list, dict, deque)):
+                content = opened(part)
+                assert content is not None
+                self.objects.append(part)
+                self._contents.append(content)
+                self.items += content.parts
 
     def written(self) -> tuple[int, ...]:
         """Places of the tensors that have been changed in place since."""
@@ -97,20 +120,38 @@ class Arguments:
         )
 
     def refilled(self) -> list[tuple[int, Opened]]:
-        """Places of the containers that hold something else since, and what they hold."""
+        """Places of containers and objects that hold something else since, and what; of objects, what is new."""
         found = []
         for k, before in enumerate(self._contents):
-            now = None if before is None else opened(self.objects[k])
-            if before is None or now is None:
+            if before is None:
                 continue
-            same = now.keys == before.keys and len(now.parts) == len(before.parts)
-            if not same or not all(map(is_same, now.parts, before.parts)):
+            now = opened(self.objects[k]) or opened_object(self.objects[k])
+            if now.kind == "object":
+                now = _news(now, before)
+                if now.keys:
+                    found.append((k, now))
+            elif now.keys != before.keys or not _are_same(now.parts, before.parts):
                 found.append((k, now))
         return found
 
 
+def _are_same(now: list[Any], before: list[Any]) -> bool:
+    return len(now) == len(before) and all(map(is_same, now, before))
+
+
+def _news(now: Opened, before: Opened) -> Opened:
+    """Of an object taken apart, the attributes that are not what they were."""
+    old = dict(zip(before.keys, before.parts, strict=True))
+    new = {
+        name: part
+        for name, part in zip(now.keys, now.parts, strict=True)
+        if name not in old or not is_same(part, old[name])
+    }
+    return now._replace(keys=tuple(new), parts=list(new.values()))
+
+
 # The encoding: nested tuples of plain values, the first item says what.
-_PLAIN, _MADE, _AGAIN, _TENSOR, _OBJECT, _CONTAINER, _PICKLED, _WITHHELD = range(8)
+_PLAIN, _MADE, _AGAIN, _TENSOR, _OBJECT, _ITEM, _CONTAINER, _PICKLED, _WITHHELD = range(9)
 
 
 class Encoder:
@@ -120,13 +161,16 @@ class Encoder:
         self.tensors: list[torch.Tensor] = []
         self._places = {id(tensor): k for k, tensor in reversed(list(enumerate(given.tensors)))}
         self._objects = {id(item): k for k, item in enumerate(given.objects)}
+        self._items = {id(item): k for k, item in enumerate(given.items)}
         self._met: dict[int, int] = {}
 
     def __call__(self, item: Any) -> Any:
-        if isinstance(item, torch.Tensor):
-            return self._tensor(item)
         if isinstance(item, PLAIN):
             return (_PLAIN, item)
+        if id(item) in self._items:
+            return (_ITEM, self._items[id(item)])
+        if isinstance(item, torch.Tensor):
+            return self._tensor(item)
         if id(item) in self._objects:
             return (_OBJECT, self._objects[id(item)])
         inside = opened(item) or opened_record(item)
@@ -178,6 +222,8 @@ class Decoder:
             return self.tensors[-1]
         if kind == _OBJECT:
             return self._given.objects[code[1]]
+        if kind == _ITEM:
+            return self._given.items[code[1]]
         return pickle.loads(code[1]) if kind == _PICKLED else Absent(code[1])
 
     def container(self, code: Any) -> Opened:

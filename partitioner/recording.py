@@ -232,13 +232,13 @@ class _Recorder(Watcher):
         base = [n for ref, n in self.live.values() if self.recording.infos[n].storage == storage and ref() is not None]
         if base and self.recording.infos[base[0]].foreign:
             return self.add(tensor, "constant", self.recording.infos[base[0]].parents, "attribute")
-        if tensor.requires_grad or (base and not self.recording.infos[base[0]].pure):
+        if tensor.grad_fn is not None or (base and not self.recording.infos[base[0]].pure):
             reason = (
                 "a tensor is made before it in a way that torch does not announce (as_subclass, dlpack, extensions)"
             )
             self.recording.spans.append(Span(self.recording.clock, sys.maxsize, reason))
             return self.add(tensor, f"{self.moment}/unannounced", None)
-        return self.add(tensor, "constant", (), "attribute")
+        return self.add(tensor, "constant", None if tensor.requires_grad else (), "attribute")
 
     def note_inputs(self, inputs: Any) -> None:
         for k, tensor in enumerate(tensors_in(inputs)):

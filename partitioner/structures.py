@@ -7,6 +7,7 @@ sequences, torch's result types, Hugging Face's outputs). Anything else is opaqu
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -92,7 +93,7 @@ def opened(item: Any) -> Opened | None:
     if isinstance(item, slice):
         return Opened("slice", cls, (), [item.start, item.stop, item.step])
     if isinstance(item, SimpleNamespace) or dataclasses.is_dataclass(item):
-        return _opened_object(item)
+        return opened_object(item)
     return None
 
 
@@ -105,17 +106,25 @@ def opened_record(item: Any) -> Opened | None:
         "__new__" in vars(c) for c in bases
     ):
         return None
-    return _opened_object(item) if tensors_in(list(vars(item).values())) else None
+    return opened_object(item) if tensors_in(list(vars(item).values())) else None
 
 
-def _opened_object(item: Any) -> Opened:
+def opened_object(item: Any) -> Opened:
+    """Any object taken apart into its attributes."""
     found: dict[str, Any] = dict(item.__dict__) if hasattr(item, "__dict__") else {}
-    for cls in type(item).__mro__:
-        slots = cls.__dict__.get("__slots__", ())
-        for name in [slots] if isinstance(slots, str) else slots:
-            if not name.startswith("__") and hasattr(item, name):
-                found[name] = object.__getattribute__(item, name)
+    for name in _slots(type(item)):  # type: ignore[arg-type]  # mypy does not take classes for hashable
+        if hasattr(item, name):
+            found[name] = object.__getattribute__(item, name)
     return Opened("object", type(item), tuple(found), list(found.values()))
+
+
+@functools.lru_cache(maxsize=4096)
+def _slots(cls: type) -> tuple[str, ...]:
+    names: list[str] = []
+    for base in cls.__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        names += [slots] if isinstance(slots, str) else slots
+    return tuple(name for name in names if not name.startswith("__"))
 
 
 def is_same(now: Any, before: Any) -> bool:
@@ -127,10 +136,12 @@ def is_same(now: Any, before: Any) -> bool:
 
 def is_python_object(value: Any) -> bool:
     """Whether a value is an object of a class written in Python that keeps its state in attributes."""
-    cls = type(value)
-    if not cls.__flags__ & _HEAP_TYPE or not hasattr(value, "__dict__"):
-        return False
-    if isinstance(value, (torch.Tensor, nn.Module, type)):
+    return _is_python_class(type(value)) and hasattr(value, "__dict__")  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_python_class(cls: type) -> bool:
+    if not cls.__flags__ & _HEAP_TYPE or issubclass(cls, (torch.Tensor, nn.Module, type)):
         return False
     return cls.__module__.partition(".")[0] not in ("torch", "numpy", "builtins", "random", "enum", "re", "functools")
 

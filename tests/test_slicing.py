@@ -306,6 +306,7 @@ NOWHERE = {
     "grad_transform_around_children": "functorch",
     "jvp_in_glue": "functorch",
     "tensor_subclass_crosses": "special kind",
+    "branches_in_threads": "announce",
 }
 """Odd models that cannot be cut at all, and a word of the reason."""
 
