@@ -25,13 +25,17 @@ from torch import nn
 
 from partitioner.capture import Capture, CapturedLayer, CapturedTensor, capture, copied
 from partitioner.errors import ArgumentError, SetupError, UnsupportedModelError
+from partitioner.joining import base_name
 from partitioner.losses import Loss, LossFunction
 from partitioner.microbatches import Cutter, MicroBatch, as_call
+from partitioner.parts import Payload
 from partitioner.profiles import Layer, LayerCost, Profile, Tensor
 from partitioner.restore import ModelState, untouched
-from partitioner.slicing import Meter, Payload, Slice, SliceRun, alone, base_name, survey
+from partitioner.slicing import Slice, SliceRun
 from partitioner.structures import map_tensors, tensors_in
+from partitioner.surveying import alone, survey
 from partitioner.tracing import unwrap
+from partitioner.walking import Meter
 
 MAX_SURVEYS = 12
 """Forwards to look for what every layer receives, where layers are left out at random."""

@@ -15,7 +15,8 @@ from torch import nn
 
 from partitioner.capture import capture
 from partitioner.errors import UnsupportedModelError
-from partitioner.slicing import Slice, alone, backward_through, chain, gradients_of, survey
+from partitioner.slicing import Slice, backward_through, chain, gradients_of
+from partitioner.surveying import alone, survey
 from partitioner.tracing import unwrap
 
 

@@ -21,8 +21,9 @@ from partitioner.executor.replicas import Replicas
 from partitioner.executor.wire import Receiver, Sender, Tag
 from partitioner.losses import Loss
 from partitioner.microbatches import MicroBatch
+from partitioner.parts import Payload
 from partitioner.schedule import Action, build_schedule, forward_only
-from partitioner.slicing import Payload, Slice, SliceRun, backward_through, gradients_of
+from partitioner.slicing import Slice, SliceRun, backward_through, gradients_of
 from partitioner.structures import map_tensors
 
 

@@ -1,0 +1,109 @@
+"""What a rank knows of its stage before any data comes: its layers, its routes, and whose parameters are elsewhere."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from partitioner.capture import Capture
+from partitioner.errors import UnsupportedModelError
+from partitioner.joining import base_name, joined, single, with_uncalled
+from partitioner.logbook import Entry
+from partitioner.profiles import Profile
+from partitioner.recording import ROOT
+from partitioner.tracing import unwrap
+
+
+@dataclass
+class Payload:
+    """What one stage sends another for one micro-batch: `header` is the same as long as shapes and path are."""
+
+    header: bytes
+    tensors: list[torch.Tensor]
+
+
+class Flags(NamedTuple):
+    """What a stage tells the next one besides its log; see `Walk`."""
+
+    strayed: bool
+    next_call: str
+    inputs_written: bool
+
+
+class Part:
+    """What a rank knows of its stage: `sources` and `targets` are the stages it receives from and sends to."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        profile: Profile | Capture,
+        stage_of: Mapping[str, int],
+        stage: int,
+        *,
+        join: bool = True,
+        device: torch.device | None = None,
+    ) -> None:
+        self.model, self.stage, self.device = unwrap(model), stage, device
+        self.num_stages = max(stage_of.values()) + 1
+        self.stage_of, tracked = (joined if join else single)(profile, with_uncalled(profile, stage_of))
+        modules = dict(self.model.named_modules())
+        missing = [path for path in tracked if path not in modules]
+        if missing:
+            raise UnsupportedModelError(f"the model has no module {missing[0]!r}, which the plan places")
+        self.tracked = {modules[path]: path for path in tracked}
+        self.fire_hooks, self.glue = frozenset(profile.fire_hooks), profile.glue
+        self.captured = frozenset(layer.id for layer in profile.layers)
+        inner = {sub for path in self._layer_paths() for sub in modules[path].modules() if sub is not modules[path]}
+        repeated = {modules[name.partition("#")[0]] for name in self.stage_of if "#" in name}
+        self.counted = (inner | repeated) & self.tracked.keys()
+        """Watched modules that may also be called inside of layers, be it by themselves."""
+        self.strangers: dict[int, str] = {}
+        """Parameters of other stages."""
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        for parameter in profile.parameters:
+            if stage not in ({stage_of[layer] for layer in parameter.layers} or {0}):
+                self.strangers[id(parameters[parameter.names[0]])] = parameter.names[0]
+        self.routes: dict[int, list[str]] = {}
+        sources = {stage - 1} if stage else set()
+        for tensor in profile.tensors:
+            made = stage_of[tensor.producer]
+            used = {stage_of[layer] for layer in tensor.consumers}
+            if profile.dynamic:  # a stage in between may come to run what a later one ran
+                used |= set(range(made + 1, max(used) + 1))
+            if made == stage:
+                for target in sorted(used - {stage}):
+                    route = self.routes.setdefault(target, [])
+                    if base_name(tensor.id) not in route:
+                        route.append(base_name(tensor.id))
+            elif made < stage and stage in used:
+                sources.add(made)
+        if stage + 1 < self.num_stages:
+            self.routes.setdefault(stage + 1, [])
+        self.sources = tuple(sorted(sources))
+        self.targets = tuple(sorted(self.routes))
+        self.wanted = frozenset(name for route in self.routes.values() for name in route)
+        self.buffers = {id(buffer) for buffer in self.model.buffers()}
+        self.buffer_places = [
+            (module._buffers, name, buffer)
+            for module in self.model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self._headers: dict[int, tuple[bytes, Any]] = {}
+
+    def opened_header(self, source: int, header: bytes) -> Any:
+        """What a header says; the last one of each source is remembered."""
+        known = self._headers.get(source)
+        if known is None or known[0] != header:
+            names, entries, flags = pickle.loads(header)
+            log = None if entries is None else [Entry(*entry) for entry in entries]
+            known = self._headers[source] = (header, (names, log, Flags(*flags)))
+        return known[1]
+
+    def _layer_paths(self) -> set[str]:
+        return {name.partition("#")[0] for name in self.stage_of if name != ROOT}

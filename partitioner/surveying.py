@@ -1,0 +1,73 @@
+"""Find what each layer of a model receives, in one forward of the whole model, so that it can be run alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from partitioner.capture import Capture
+from partitioner.joining import base_name
+from partitioner.logbook import pickled
+from partitioner.parts import Payload
+from partitioner.slicing import Slice
+from partitioner.tracing import watching
+from partitioner.walking import Walk
+
+
+@dataclass
+class Survey:
+    """What one forward of the whole model shows of some cuts: the payload that would cross each, by layer id."""
+
+    payloads: dict[str, Payload]
+    output: Any
+
+
+def survey(
+    model: nn.Module, captured: Capture, layers: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Survey:
+    """Run the whole forward once, as for training, and keep what each of `layers` would receive.
+
+    For a `Slice` of one such layer, cut out with `alone`. Tensors are copies.
+    """
+    part = Slice(model, captured, {layer.id: 0 for layer in captured.layers}, 0, join=False)
+    needs = {name: [t.id for t in captured.tensors if name in t.consumers] for name in layers}
+    part.wanted = frozenset(base_name(name) for route in needs.values() for name in route)
+    walk = _Surveyor(part, needs, {tensor.id: tensor.needs_gradient for tensor in captured.tensors})
+    walk.note_inputs((args, dict(kwargs)))
+    with torch.enable_grad(), watching(walk):
+        output = model(*args, **kwargs)
+    return Survey(walk.payloads, output)
+
+
+def alone(captured: Capture, layer: str) -> dict[str, int]:
+    """The split that makes one layer a stage of its own: stage 1, or stage 0 for the first layer."""
+    ids = [one.id for one in captured.layers]
+    place = ids.index(layer)
+    first = 0 if place == 0 else 1
+    return {name: (0 if k < place else first if k == place else first + 1) for k, name in enumerate(ids)}
+
+
+class _Surveyor(Walk):
+    def __init__(self, part: Slice, needs: dict[str, list[str]], needs_gradient: dict[str, bool]) -> None:
+        super().__init__(part, {}, None)
+        self.last = False
+        self.needs, self.needs_gradient = needs, needs_gradient
+        self.payloads: dict[str, Payload] = {}
+
+    def layer(
+        self, call_id: str, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if call_id in self.needs:
+            with torch._C.DisableTorchFunction():
+                names = {base_name(name): self.needs_gradient[name] for name in self.needs[call_id]}
+                complete = all(name in self.named for name in names)  # not where a layer was left out at random
+                log = [tuple(entry) for entry in self.own]
+                header = pickled((tuple(names.items()), log, (False, call_id, self.inputs_were_written())))
+                if complete and header is not None:
+                    tensors = [self.named[name].detach().clone() for name in names]
+                    self.payloads[call_id] = Payload(header, tensors)
+        return super().layer(call_id, module, run, args, kwargs)

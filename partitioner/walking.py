@@ -1,0 +1,482 @@
+"""Walk through the model's own forward as one stage: what is said and done at each call and torch function.
+
+before the stage's part   follow the log of the earlier stages, with stand-ins for what they made
+the end of the log        put in what was received: the stand-ins become real tensors, in place
+the stage's own part      run all, and log it for later stages
+the next stage's layer    end the forward; collect what later stages need
+"""
+
+from __future__ import annotations
+
+import pickle
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from partitioner.errors import UnsupportedModelError
+from partitioner.logbook import Arguments, Decoder, Encoder, Entry, pickled, version
+from partitioner.parts import Part, Payload
+from partitioner.recording import ROOT, storage_of
+from partitioner.restore import random_marks, random_states, set_random_states
+from partitioner.standins import StandIn, exchange, unrecorded
+from partitioner.structures import tensors_in
+from partitioner.tracing import HOST_READS, Watcher, may_draw, unwatched
+
+
+class Reached(BaseException):
+    """The forward has come to the next stage's first layer."""
+
+
+class Meter:
+    """Told of a stage's own part: when it begins and ends, and of each layer and torch function of it that runs."""
+
+    def begin(self, received: dict[str, torch.Tensor], around: dict[str, torch.Tensor]) -> None:
+        """The part begins, with these tensors put in by name, and those that were made here before it."""
+
+    def end(self, made: dict[str, torch.Tensor]) -> None:
+        """The part is over; what is alive of it by name, where later stages follow."""
+
+    def start(self) -> None:
+        """A layer or function starts."""
+
+    def stop(self) -> None:
+        """It has ended."""
+
+
+class Walk(Watcher):
+    """One forward: what to do at each call and function depends on whether the stage's own part has begun."""
+
+    def __init__(self, part: Part, received: Mapping[int, Payload], meter: Meter | None) -> None:
+        super().__init__(part.tracked, part.counted)
+        self.part, self.received, self.meter = part, received, meter
+        self.local = part.stage == 0
+        self.last = part.stage + 1 == part.num_stages
+        self.named: dict[str, torch.Tensor] = {}
+        """Before the stage's own part: all tensors by name; then those that later stages want."""
+        self.alive: dict[str, weakref.ref[torch.Tensor]] = {}
+        """All tensors that the stage's own part made or received."""
+        self.leaves: dict[int, list[torch.Tensor | None]] = {}
+        self.log: list[Entry] = []
+        self.own: list[Entry] = []
+        self.position = 0
+        self.next_call: str | None = None
+        """The call that the stage before stopped at; "" where its forward came to its end."""
+        self.stopped_at = ""
+        self.inputs_written = False
+        """Whether a stage so far has changed the model's inputs in place."""
+        self.inputs: list[tuple[torch.Tensor, int]] = []
+        self.names: dict[int, tuple[tuple[str, bool], ...]] = {}
+        self.survivors: dict[str, torch.Tensor] = {}
+        self.swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.ended = False
+        self.strayed = False
+        """The forward goes another way than the captured one did: what later stages need is not known."""
+        self.random_marks: tuple[Any, ...] | None = None
+        self.drawn = False
+        """Whether a layer drew from Python's or NumPy's random numbers; from then on their states are logged."""
+        for source, payload in received.items():
+            self.names[source], log, flags = part.opened_header(source, payload.header)
+            self.strayed |= flags.strayed
+            if log is not None:
+                self.log, self.next_call, self.inputs_written = log, flags.next_call, flags.inputs_written
+        if self.local and meter is not None:
+            meter.begin({}, {})
+
+    def note_inputs(self, inputs: Any) -> None:
+        with torch._C.DisableTorchFunction():
+            for k, tensor in enumerate(tensors_in(inputs)):
+                self.named.setdefault(f"input:{k}", tensor)
+                self.inputs.append((tensor, version(tensor)))
+
+    def inputs_were_written(self) -> bool:
+        return any(version(tensor) != before for tensor, before in self.inputs)
+
+    def follow_call(self, call_id: str) -> None:
+        """The first call of the stage's own part must be the one that the stage before stopped at."""
+        expected, self.next_call = self.next_call, None
+        if expected is not None and expected != call_id:
+            raise self.other_way(*(f"calls {name}" if name else "returns" for name in (call_id, expected)))
+
+    def stop(self, call_id: str) -> None:
+        """The stage's part is over: what is alive now, and may be needed, must outlive the model's own references."""
+        self.ended, self.stopped_at = True, call_id
+        self.keep_survivors()
+        raise Reached
+
+    def keep_survivors(self) -> None:
+        self.survivors = {name: tensor for name in self.alive if (tensor := self.alive[name]()) is not None}
+
+    def metered(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.meter is None:
+            return run(*args, **kwargs)
+        self.meter.start()
+        try:
+            return run(*args, **kwargs)
+        finally:
+            self.meter.stop()
+
+    # -- what happens
+
+    def on_read(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs)
+
+    def on_function(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.ended:
+            raise Reached
+        moment = self.next_name()
+        if not self.local:
+            if self.position < len(self.log):
+                return self.before(moment, name, func, args, kwargs)
+            self.begin()
+        if self.last:
+            self.refuse_strangers(tensors_in((args, kwargs)))
+            return self.metered(func, args, kwargs)
+        if self.num_functions > self.part.glue.get(self.moment, 0):
+            self.strayed = True
+        given = Arguments(args, kwargs)
+        self.refuse_strangers(given.tensors)
+        try:
+            result = self.metered(func, args, kwargs)
+        except Exception as error:
+            self.own.append(Entry(moment, name, error=pickled(error)))
+            raise
+        if name in HOST_READS:
+            self.own.append(Entry(moment, name, result))
+            return result
+        encoder = Encoder(given)
+        entry = Entry(moment, name, encoder(result), _written(name, given), (), len(given.tensors))
+        if kwargs and isinstance(kwargs.get("generator"), torch.Generator):
+            entry = entry._replace(generator=kwargs["generator"].get_state().numpy().tobytes())
+        self.own.append(entry)
+        self.name(moment, encoder.tensors, moment)
+        return result
+
+    def before(
+        self, moment: str, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Glue ahead of the stage's own part: run it on real tensors, follow the log on stand-ins."""
+        entry = self.follow(moment, name)
+        if name in HOST_READS:
+            return entry.result
+        if may_draw(name, func) or any(map(self.is_foreign, tensors_in((args, kwargs)))):
+            if kwargs and isinstance(kwargs.get("generator"), torch.Generator) and entry.generator is not None:
+                kwargs["generator"].set_state(torch.frombuffer(bytearray(entry.generator), dtype=torch.uint8))
+            return self.replay(moment, entry, args, kwargs)
+        result = func(*args, **kwargs)
+        for k, tensor in enumerate(tensors_in(result)):
+            self.named[moment if k == 0 else f"{moment}:{k}"] = tensor
+        return result
+
+    def follow(self, moment: str, name: str) -> Entry:
+        """The next entry of the log, which must be of the same moment and name."""
+        entry = self.log[self.position]
+        if (entry.moment, entry.name) != (moment, name):
+            raise self.other_way(f"runs {name} ({moment})", f"ran {entry.name} ({entry.moment})")
+        self.position += 1
+        if entry.error is not None:
+            error = pickle.loads(entry.error)
+            raise error
+        return entry
+
+    def is_foreign(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's values are another stage's affair: stand-ins, parameters, buffers."""
+        return isinstance(tensor, (StandIn, nn.Parameter)) or tensor.requires_grad or id(tensor) in self.part.buffers
+
+    def on_hidden_call(self, module: nn.Module) -> None:
+        pass
+
+    def on_checkpoint(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.ended:
+            raise Reached
+        moment = self.next_name()
+        if not self.local and self.position == len(self.log):
+            self.begin()
+        result = run(*args, **kwargs) if self.local else args[0](*args[2:])
+        with torch._C.DisableTorchFunction():
+            self.name(moment, tensors_in(result), moment)
+        return result
+
+    def on_region(self, what: str) -> None:
+        if what == "begins" and not self.local and self.position == len(self.log):
+            self.begin()
+
+    def on_call(
+        self, path: str, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if self.ended:
+            raise Reached
+        call_id = self.enter(path) if path else ROOT
+        if path in self.part.stage_of or call_id in self.part.stage_of:
+            return self.layer(call_id, module, run, args, kwargs)
+        self.at(f">{call_id}")
+        given = Arguments(args, kwargs)
+        try:
+            result = run(*args, **kwargs)
+        finally:
+            self.at(call_id)
+        with torch._C.DisableTorchFunction():
+            encoder = Encoder(given)
+            encoder(result)
+            for _, content in given.refilled():
+                encoder.container(content)
+            self.name(f"{call_id}:0", encoder.tensors, call_id)
+        return result
+
+    def layer(
+        self, call_id: str, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if not self.local:
+            if self.position < len(self.log):
+                self.at(call_id)
+                with torch._C.DisableTorchFunction():
+                    result = self.replay(f"{call_id}:0", self.follow(call_id, call_id), args, kwargs)
+                    if self.tracked[module] in self.part.fire_hooks:
+                        self.fire_hooks(module, args, kwargs, result)
+                return result
+            self.begin()
+        self.follow_call(call_id)
+        stage = self.part.stage_of.get(call_id)
+        if stage is None:  # called more often than when it was captured: wherever its parameters are
+            self.refuse_strangers(list(module.parameters()))
+        elif stage > self.part.stage:
+            self.stop(call_id)
+        elif stage < self.part.stage:
+            raise self.other_way(f"calls {call_id} after a layer of stage {self.part.stage}", "placed it before")
+        try:
+            with unwatched():
+                return self.metered(run, args, kwargs) if self.last else self.logged(call_id, run, args, kwargs)
+        finally:
+            self.at(call_id)
+
+    def logged(self, call_id: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if call_id not in self.part.captured and call_id not in self.part.stage_of:
+            self.strayed = True
+        given = Arguments(args, kwargs)
+        counts = dict(self.num_calls) if self.counted else {}
+        marks = self.random_marks or random_marks()
+        try:
+            result = self.metered(run, args, kwargs)
+        except Exception as error:
+            self.own.append(Entry(call_id, call_id, error=pickled(error)))
+            raise
+        self.random_marks = random_marks()
+        self.drawn = self.drawn or marks != self.random_marks
+        encoder = Encoder(given)
+        code = encoder(result)
+        self.own.append(
+            Entry(
+                call_id,
+                call_id,
+                code,
+                given.written(),
+                tuple((k, encoder.container(content)) for k, content in given.refilled()),
+                len(given.tensors),
+                random_states() if self.drawn else None,
+                counts=tuple((path, n - counts.get(path, 0)) for path, n in self.num_calls.items()) if counts else (),
+            )
+        )
+        self.name(f"{call_id}:0", encoder.tensors, call_id)
+        return result
+
+    def fire_hooks(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Let hooks that keep tensors for later keep these; the module itself ran on an earlier stage."""
+        with unwatched():
+            for number, hook in list(module._forward_hooks.items()):
+                if number in module._forward_hooks_with_kwargs:
+                    hook(module, args, kwargs, result)
+                else:
+                    hook(module, args, result)
+
+    def other_way(self, here: str, there: str) -> UnsupportedModelError:
+        return self.failed(
+            UnsupportedModelError(
+                f"stage {self.part.stage} {here} after {self.moment or 'the start'}, where the earlier stage {there}: "
+                f"the forward takes another way on this rank. Start all ranks with the same PYTHONHASHSEED, and let "
+                f"the forward depend only on its inputs, torch's random numbers and what its modules keep"
+            )
+        )
+
+    def refuse_strangers(self, tensors: list[Any]) -> None:
+        for tensor in tensors:
+            name = self.part.strangers.get(id(tensor))
+            if name is not None:
+                raise self.failed(
+                    UnsupportedModelError(
+                        f"stage {self.part.stage} uses the parameter {name!r} after {self.moment or 'the start'}, "
+                        f"where the captured forward did not, so that it lives on another stage: capture with inputs "
+                        f"and flags that take this way, or pin the layers around it to one stage"
+                    )
+                )
+
+    def refuse_stand_ins(self, output: Any) -> None:
+        """Everything that the model returns must have arrived."""
+        for tensor in tensors_in(output):
+            if isinstance(tensor, StandIn):
+                raise UnsupportedModelError(
+                    f"the output holds the tensor {tensor.label!r}, which an earlier stage made and did not send, as "
+                    f"the captured forward did not return it: capture with the inputs and flags of this call"
+                )
+
+    # -- names
+
+    def name(self, first: str, tensors: Sequence[torch.Tensor], prefix: str) -> None:
+        """Tensors of one result; the first is called `first`, the k-th "prefix:k"."""
+        for k, tensor in enumerate(tensors):
+            name = first if k == 0 else f"{prefix}:{k}"
+            if not self.local:
+                self.named[name] = tensor
+            elif not self.last:
+                if name in self.part.wanted:
+                    self.named[name] = tensor
+                self.alive[name] = weakref.ref(tensor)
+
+    # -- stand-ins
+
+    def replay(self, first: str, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result as it was logged, with stand-ins for its tensors; `first` is what its first tensor is called."""
+        given = Arguments(args, kwargs)
+        moment = entry.moment
+        if entry.num_given != len(given.tensors):
+            raise self.other_way(f"gives {len(given.tensors)} tensors to {moment}", f"gave {entry.num_given}")
+        for index in entry.writes:
+            self.stand_in_for(given.tensors[index], moment)
+
+        def make(k: int, made: Any) -> torch.Tensor:
+            return StandIn(made, first if k == 0 else f"{moment}:{k}", self.part.device)
+
+        decoder = Decoder(given, make)
+        result = decoder(entry.result)
+        for index, content in entry.refills:
+            decoder.refill(index, content)
+        for k, tensor in enumerate(decoder.tensors):
+            self.named[first if k == 0 else f"{moment}:{k}"] = tensor
+        if entry.random_states is not None:
+            set_random_states(entry.random_states)
+        for path, count in entry.counts:
+            self.num_calls[path] += count
+        return result
+
+    def stand_in_for(self, target: torch.Tensor, moment: str) -> None:
+        """An earlier stage wrote into a tensor: from here on its values, and those of its views, are not here."""
+        if isinstance(target, StandIn) or id(target) in self.part.buffers:
+            return
+        storage = storage_of(target)
+        aliases = [other for other in self.named.values() if not isinstance(other, StandIn)]
+        for alias in [target, *(other for other in aliases if other is not target and storage_of(other) == storage)]:
+            if not isinstance(alias, StandIn):
+                old = StandIn.like(alias, moment, self.part.device)
+                exchange(alias, old)
+                self.swapped.append((alias, old))
+
+    def begin(self) -> None:
+        """The stage's own part starts: put in what was received, wherever the stand-ins have got to."""
+        if self.local:
+            return
+        if self.position < len(self.log):
+            entry = self.log[self.position]
+            raise self.other_way("ends", f"ran {entry.name} ({entry.moment})")
+        self.local = True
+        with torch._C.DisableTorchFunction(), unrecorded():
+            around = {}
+            if self.meter is not None:
+                around = {name: tensor for name, tensor in self.named.items() if not isinstance(tensor, StandIn)}
+            filled: dict[str, torch.Tensor] = {}
+            taken: set[int] = set()
+            for source, names in self.names.items():
+                tensors = iter(self.received[source].tensors)
+                leaves: list[torch.Tensor | None] = []
+                for name, requires_grad in names:
+                    value, leaf = next(tensors).detach(), None  # another object: the payload's own stays what it is
+                    target = self.named.get(name)
+                    if target is not None:
+                        value = strided_like(value, target)
+                    if requires_grad and torch.is_grad_enabled():
+                        leaf = value.requires_grad_()
+                        value = leaf.clone()
+                    leaves.append(leaf)
+                    if target is not None and id(target) not in taken:
+                        taken.add(id(target))
+                        filled[name] = target
+                        exchange(target, value)
+                self.leaves[source] = leaves
+            self.named = {name: tensor for name, tensor in self.named.items() if name in self.part.wanted}
+            if not self.last:
+                self.alive = {name: weakref.ref(tensor) for name, tensor in filled.items()}
+        if self.meter is not None:
+            self.meter.begin(filled, around)
+
+    def put_back(self) -> None:
+        """Tensors that outlive the forward, and are another stage's affair, become what they were again."""
+        for target, old in reversed(self.swapped):
+            if isinstance(target, StandIn):
+                exchange(target, old)
+        if self.part.stage:
+            for table, name, buffer in self.part.buffer_places:
+                if isinstance(table.get(name), StandIn):
+                    table[name] = buffer
+
+    def collect(self, ended_early: bool = False) -> dict[int, Payload]:
+        """What each later stage needs from this one; the next one gets the log too.
+
+        Where the forward took another way than the captured one, or is over already, all that is alive goes along:
+        something there takes the place of what was captured.
+        """
+        self.strayed |= ended_early or any(self.real(name) is None for name in self.part.wanted)
+        self.inputs_written |= self.inputs_were_written()
+        sends = {}
+        for target, route in self.part.routes.items():
+            found = {name: tensor for name in route if (tensor := self.real(name)) is not None}
+            if self.strayed:
+                known = {id(tensor) for tensor in found.values()}
+                for name, tensor in self.survivors.items():
+                    if not isinstance(tensor, StandIn) and id(tensor) not in known:
+                        known.add(id(tensor))
+                        found[name] = tensor
+            log = [tuple(entry) for entry in (*self.log, *self.own)] if target == self.part.stage + 1 else None
+            names = tuple((name, tensor.requires_grad) for name, tensor in found.items())
+            header = pickled((names, log, (self.strayed, self.stopped_at, self.inputs_written)))
+            if header is None:
+                raise UnsupportedModelError(
+                    f"what stage {self.part.stage} did cannot be described to the next one: a value that the model "
+                    f"read from a tensor, or a layer's result, cannot be pickled"
+                )
+            sends[target] = Payload(header, [_resolved(tensor) for tensor in found.values()])
+        return sends
+
+    def real(self, name: str) -> torch.Tensor | None:
+        """The tensor of that name, if it is here and has values."""
+        tensor = self.named.get(name, self.survivors.get(name))
+        return None if isinstance(tensor, StandIn) else tensor
+
+
+def _written(name: str, given: Arguments) -> tuple[int, ...]:
+    return (0,) if name == "set data" else given.written()
+
+
+def strided_like(value: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
+    """The values with the strides that they had where they were made: functions look at those, and sum along them."""
+    if value.stride() == original.stride() or not _is_dense(original):
+        return value
+    made = torch.empty_strided(value.shape, original.stride(), dtype=value.dtype, device=value.device)
+    return made.copy_(value)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the strides are those of a contiguous tensor whose dimensions were reordered."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor whose memory holds its values: no conjugation or sign waiting to be applied."""
+    if tensor.is_conj():
+        tensor = tensor.resolve_conj()
+    return tensor.resolve_neg() if tensor.is_neg() else tensor
