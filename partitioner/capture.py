@@ -480,8 +480,9 @@ class _Chooser:
         for k, number in enumerate(self.chosen):
             node = self.nodes[number]
             end = self.nodes[self.chosen[k + 1]].first_kernel if k + 1 < len(self.chosen) else len(kernels)
-            before = [kernel for kernel in kernels[: node.first_kernel] if not kernel[0].startswith("call ")]
-            mine = [*(before if k == 0 else ()), *kernels[node.first_kernel : end]]
+            mine = kernels[node.first_kernel : end]
+            if k == 0:
+                mine = [kernel for kernel in kernels[: node.first_kernel] if not kernel[0].startswith("call ")] + mine
             text = "\n".join(name for name, _, _ in mine)
             requires = [p.requires_grad for p in self.recording.model.get_submodule(node.path).parameters()]
             state = f"{node.class_name} {requires} {torch.is_autocast_enabled('cpu')}"

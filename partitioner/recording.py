@@ -150,6 +150,8 @@ class _Recorder(Watcher):
         self.recording = Recording(model)
         self.stack: list[int] = []
         self.live: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self.sharing: dict[int, dict[int, weakref.ref[torch.Tensor]]] = defaultdict(dict)
+        """Storage -> the living tensors over it, by number."""
         self.parameters = {id(parameter): name for name, parameter in model.named_parameters()}
         self.parameter_storages = {storage_of(parameter): name for name, parameter in model.named_parameters()}
         self.buffers = {id(buffer): name for name, buffer in model.named_buffers()}
@@ -187,22 +189,30 @@ class _Recorder(Watcher):
                 foreign=foreign,
             )
         )
-        key = id(tensor)
+        key, storage = id(tensor), self.recording.infos[number].storage
 
         def forget(reference: weakref.ref[torch.Tensor]) -> None:
+            self.sharing[storage].pop(number, None)
             if key in self.live and self.live[key][0] is reference:
                 del self.live[key]
 
+        earlier = self.find(tensor)
+        if earlier is not None:
+            self.sharing[self.recording.infos[earlier].storage].pop(earlier, None)
         self.live[key] = (weakref.ref(tensor, forget), number)
+        self.sharing[storage][number] = self.live[key][0]
         return number
+
+    def aliases(self, storage: int) -> list[tuple[int, torch.Tensor]]:
+        """The living tensors over a storage, with their numbers."""
+        found = [(number, reference()) for number, reference in list(self.sharing[storage].items())]
+        return [(number, tensor) for number, tensor in found if tensor is not None]
 
     def memory_of(self, tensor: torch.Tensor) -> int:
         """A number for the tensor's storage; torch gives the address of one that is gone to the next."""
-        storage, infos = storage_of(tensor), self.recording.infos
-        alive = (n for ref, n in self.live.values() if infos[n].storage == storage and ref() is not None)
-        known = next(alive, None)
-        if known is not None:
-            return infos[known].memory
+        known = self.aliases(storage_of(tensor))
+        if known:
+            return self.recording.infos[known[0][0]].memory
         self.num_memories += 1
         return self.num_memories
 
@@ -228,8 +238,7 @@ class _Recorder(Watcher):
             return self.add(tensor, "transformed", None if outer is None else (outer,))
         if id(tensor) in self.buffers:
             return self.add(tensor, "buffer", None, self.buffers[id(tensor)])
-        storage = storage_of(tensor)
-        base = [n for ref, n in self.live.values() if self.recording.infos[n].storage == storage and ref() is not None]
+        base = [number for number, _ in self.aliases(storage_of(tensor))]
         if base and self.recording.infos[base[0]].foreign:
             return self.add(tensor, "constant", self.recording.infos[base[0]].parents, "attribute")
         if tensor.grad_fn is not None or (base and not self.recording.infos[base[0]].pure):
@@ -350,15 +359,16 @@ class _Recorder(Watcher):
 
     def written(self, tensor: torch.Tensor, moment: str, parents: tuple[int, ...] | None) -> None:
         """`tensor` was changed in place: it, and everything alive that looks at the same storage, has a new value."""
-        infos, storage = self.recording.infos, storage_of(tensor)
-        known = self.find(tensor)
-        same = [(n, ref()) for ref, n in list(self.live.values()) if infos[n].storage == storage or n == known]
-        self.recording.writes.append(Write(self.recording.clock, tuple(n for n, alive in same if alive is not None)))
-        for n, alive in same:
-            old = infos[n]
+        infos, known = self.recording.infos, self.find(tensor)
+        same = self.aliases(storage_of(tensor))
+        if known is not None and all(number != known for number, _ in same):  # its data was replaced
+            same.append((known, tensor))
+        self.recording.writes.append(Write(self.recording.clock, tuple(number for number, _ in same)))
+        for number, alive in same:
+            old = infos[number]
             old.written = True
-            if alive is not None and not old.foreign:
-                both = None if parents is None else (*parents, n)
+            if not old.foreign:
+                both = None if parents is None else (*parents, number)
                 self.add(alive, f"{old.names[-1][1].split('@')[0]}@{moment}", both)
 
     def on_call(
