@@ -306,36 +306,44 @@ class _Chooser:
     def tensors(self, ids: list[str], no_cut: dict[int, str]) -> tuple[CapturedTensor, ...]:
         found = []
         for info, shared in zip(self.recording.infos, self.shared, strict=True):
+            for number, when, name in info.handed_out:
+                if self.layer_around(number) == number:
+                    found += self.crossing(info, self.zone(when), name, ids, no_cut)
             if shared or info.foreign:
                 continue
             made = self.zone(info.made)
             layer = self.layer_around(info.node)
-            consumers = sorted({self.zone(when) for when, _ in info.uses if self.zone(when) > made})
-            if not consumers:
-                continue
             if layer is not None and not self.is_output(layer, info):
-                reason = f"{ids[made]} leaves a tensor behind that {ids[consumers[-1]]} reads"
-                self.forbid(no_cut, made, consumers[-1], reason)
-                continue
-            if not info.sendable:
-                self.forbid(no_cut, made, consumers[-1], "a tensor of a special kind crosses here (subclass or sparse)")
+                last = max((self.zone(when) for when, _ in info.uses), default=made)
+                self.forbid(no_cut, made, last, f"{ids[made]} leaves a tensor behind that {ids[last]} reads")
                 continue
             end = self.starts[made + 1] if made + 1 < len(self.starts) else self.recording.clock + 1
             name = [name for when, name in info.names if when < end][-1]
-            found.append(
-                CapturedTensor(
-                    id=name,
-                    producer=ids[made],
-                    consumers=tuple(ids[k] for k in consumers),
-                    shape=info.shape,
-                    dtype=str(info.dtype).removeprefix("torch."),
-                    nbytes=info.nbytes,
-                    needs_gradient=info.needs_gradient,
-                    memory=info.memory,
-                    memory_nbytes=info.memory_nbytes,
-                )
-            )
+            found += self.crossing(info, made, name, ids, no_cut)
         return tuple(found)
+
+    def crossing(
+        self, info: Info, made: int, name: str, ids: list[str], no_cut: dict[int, str]
+    ) -> list[CapturedTensor]:
+        """The tensor as it is sent from layer `made` under this name, if later layers use it and it can be sent."""
+        consumers = sorted({self.zone(when) for when, _ in info.uses if self.zone(when) > made})
+        if consumers and not info.sendable:
+            self.forbid(no_cut, made, consumers[-1], "a tensor of a special kind crosses here (subclass or sparse)")
+        if not consumers or not info.sendable:
+            return []
+        return [
+            CapturedTensor(
+                id=name,
+                producer=ids[made],
+                consumers=tuple(ids[k] for k in consumers),
+                shape=info.shape,
+                dtype=str(info.dtype).removeprefix("torch."),
+                nbytes=info.nbytes,
+                needs_gradient=info.needs_gradient,
+                memory=info.memory,
+                memory_nbytes=info.memory_nbytes,
+            )
+        ]
 
     def is_output(self, layer: int, info: Info) -> bool:
         prefix = f"{self.nodes[layer].id}:"
@@ -350,9 +358,10 @@ class _Chooser:
         return found
 
     def kept_open_for_tensors(self) -> set[str]:
-        """Modules in whose glue a tensor is made from the inputs alone that is read after the module's call."""
+        """Modules that return a tensor of elsewhere, or in whose glue one is made from inputs that is read later."""
         found = set()
         for info, shared in zip(self.recording.infos, self.shared, strict=True):
+            found |= {self.nodes[number].path for number, _, _ in info.handed_out if number not in self.place}
             last = max((when for when, _ in info.uses), default=0)
             current: int | None = info.node if shared and info.node >= 0 else None
             while current is not None and last > self.nodes[current].stop:

@@ -12,7 +12,7 @@ import io
 import pickle
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -151,14 +151,18 @@ def _news(now: Opened, before: Opened) -> Opened:
 
 
 # The encoding: nested tuples of plain values, the first item says what.
-_PLAIN, _MADE, _AGAIN, _TENSOR, _OBJECT, _ITEM, _CONTAINER, _PICKLED, _WITHHELD = range(9)
+_PLAIN, _MADE, _AGAIN, _TENSOR, _OWN, _OBJECT, _ITEM, _CONTAINER, _PICKLED, _WITHHELD = range(10)
 
 
 class Encoder:
-    """Turns results into plain data. `tensors` are the different tensors met so far; their order names them."""
+    """Turns results into plain data. `tensors` are the different tensors met so far; their order names them.
 
-    def __init__(self, given: Arguments) -> None:
+    `own`: the model's parameters and buffers by id; every rank has them, so only their names are told.
+    """
+
+    def __init__(self, given: Arguments, own: Mapping[int, str]) -> None:
         self.tensors: list[torch.Tensor] = []
+        self._own = own
         self._places = {id(tensor): k for k, tensor in reversed(list(enumerate(given.tensors)))}
         self._objects = {id(item): k for k, item in enumerate(given.objects)}
         self._items = {id(item): k for k, item in enumerate(given.items)}
@@ -167,6 +171,8 @@ class Encoder:
     def __call__(self, item: Any) -> Any:
         if isinstance(item, PLAIN):
             return (_PLAIN, item)
+        if id(item) in self._own:
+            return (_OWN, self._own[id(item)])
         if id(item) in self._items:
             return (_ITEM, self._items[id(item)])
         if isinstance(item, torch.Tensor):
@@ -202,9 +208,11 @@ class Encoder:
 class Decoder:
     """Builds what an `Encoder` met, around the arguments that are here; `make` makes the k-th different tensor."""
 
-    def __init__(self, given: Arguments, make: Callable[[int, Made], torch.Tensor]) -> None:
+    def __init__(
+        self, given: Arguments, own: Mapping[str, torch.Tensor], make: Callable[[int, Made], torch.Tensor]
+    ) -> None:
         self.tensors: list[torch.Tensor] = []
-        self._given, self._make = given, make
+        self._given, self._own, self._make = given, own, make
 
     def __call__(self, code: Any) -> Any:
         kind = code[0]
@@ -220,6 +228,8 @@ class Decoder:
         if kind == _TENSOR:
             self.tensors.append(self._given.tensors[code[1]])
             return self.tensors[-1]
+        if kind == _OWN:
+            return self._own[code[1]]
         if kind == _OBJECT:
             return self._given.objects[code[1]]
         if kind == _ITEM:

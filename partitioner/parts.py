@@ -88,6 +88,9 @@ class Part:
         self.targets = tuple(sorted(self.routes))
         self.wanted = frozenset(name for route in self.routes.values() for name in route)
         self.buffers = {id(buffer) for buffer in self.model.buffers()}
+        self.own: dict[str, torch.Tensor] = dict(self.model.named_parameters())
+        self.own.update(self.model.named_buffers())
+        self.own_names = {id(tensor): name for name, tensor in self.own.items()}
         self.buffer_places = [
             (module._buffers, name, buffer)
             for module in self.model.modules()

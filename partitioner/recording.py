@@ -74,6 +74,8 @@ class Info:
     uses: list[Place] = field(default_factory=list)
     foreign: str = ""
     """Buffer or attribute that lives outside of the forward."""
+    handed_out: list[tuple[int, int, str]] = field(default_factory=list)
+    """(call, operation, name) where a call returned it that was not given it: to later ranks it is another tensor."""
     written: bool = False
 
 
@@ -155,6 +157,7 @@ class _Recorder(Watcher):
         self.parameters = {id(parameter): name for name, parameter in model.named_parameters()}
         self.parameter_storages = {storage_of(parameter): name for name, parameter in model.named_parameters()}
         self.buffers = {id(buffer): name for name, buffer in model.named_buffers()}
+        self.own = self.parameters | self.buffers
         self.num_memories = 0
         self.regions: list[Region] = []
         """Checkpoints around."""
@@ -295,10 +298,10 @@ class _Recorder(Watcher):
             changed = old != version(tensor) or (k == 0 and name == "set data")
             if changed and id(tensor) not in self.parameters:
                 self.written(tensor, moment, parents)
-        encoder = Encoder(Arguments(args, kwargs))
+        encoder = Encoder(Arguments(args, kwargs), self.own)
         encoder(result)
         for k, tensor in enumerate(encoder.tensors):
-            if id(tensor) not in self.parameters and self.find(tensor) is None:
+            if self.find(tensor) is None:
                 self.add(tensor, moment if k == 0 else f"{moment}:{k}", parents)
         return result
 
@@ -410,17 +413,19 @@ class _Recorder(Watcher):
             node.stop, node.last_kernel = recording.clock, len(recording.kernels)
             self.at(call_id)
         with torch._C.DisableTorchFunction():
-            encoder = Encoder(given)
+            encoder = Encoder(given, self.own)
             encoder(result)
             for _, content in given.refilled():
                 encoder.container(content)
+            arguments = set(map(id, given.tensors))
             for k, tensor in enumerate(encoder.tensors):
-                if id(tensor) in self.parameters:
-                    continue
-                known = self.find(tensor)
+                name, known = (recording.clock, f"{call_id}:{k}"), self.find(tensor)
                 if known is None:
-                    known = self.add(tensor, f"{call_id}:{k}", None)
-                recording.infos[known].names.append((recording.clock, f"{call_id}:{k}"))
+                    known = self.add(tensor, name[1], None)
+                elif id(tensor) not in arguments and recording.infos[known].made < node.start:
+                    recording.infos[known].uses.append((recording.clock, number))
+                    recording.infos[known].handed_out.append((number, *name))
+                recording.infos[known].names.append(name)
         return result
 
     @contextmanager

@@ -146,7 +146,7 @@ class Walk(Watcher):
         if name in HOST_READS:
             self.own.append(Entry(moment, name, result))
             return result
-        encoder = Encoder(given)
+        encoder = Encoder(given, self.part.own_names)
         entry = Entry(moment, name, encoder(result), _written(name, given), (), len(given.tensors))
         if kwargs and isinstance(kwargs.get("generator"), torch.Generator):
             entry = entry._replace(generator=kwargs["generator"].get_state().numpy().tobytes())
@@ -218,7 +218,7 @@ class Walk(Watcher):
         finally:
             self.at(call_id)
         with torch._C.DisableTorchFunction():
-            encoder = Encoder(given)
+            encoder = Encoder(given, self.part.own_names)
             encoder(result)
             for _, content in given.refilled():
                 encoder.container(content)
@@ -264,7 +264,7 @@ class Walk(Watcher):
             raise
         self.random_marks = random_marks()
         self.drawn = self.drawn or marks != self.random_marks
-        encoder = Encoder(given)
+        encoder = Encoder(given, self.part.own_names)
         code = encoder(result)
         self.own.append(
             Entry(
@@ -347,7 +347,7 @@ class Walk(Watcher):
         def make(k: int, made: Any) -> torch.Tensor:
             return StandIn(made, first if k == 0 else f"{moment}:{k}", self.part.device)
 
-        decoder = Decoder(given, make)
+        decoder = Decoder(given, self.part.own, make)
         result = decoder(entry.result)
         for index, content in entry.refills:
             decoder.refill(index, content)

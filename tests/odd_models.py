@@ -1879,3 +1879,53 @@ def _glue_before_a_layer_in_a_checkpoint(reentrant: bool) -> Callable[[], nn.Mod
 
 odd(_glue_before_a_layer_in_a_checkpoint(True))
 odd(_glue_before_a_layer_in_a_checkpoint(False))
+
+
+class Gives(nn.Module):
+    """Hands out something of its own besides its result."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.inner, self.what = lin(), what
+        self.register_buffer("table", torch.linspace(0, 1, D))
+        self.constant = torch.ones(D) * 0.5
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        own = self.inner.weight if self.what == "weight" else getattr(self, self.what)
+        return self.inner(x), own
+
+
+def _gives(what: str) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+            x, own = self.gives(self.a(x))
+            x = self.c(self.b(x) * (own if own.dim() == 1 else own.sum(0)))
+            return self.d(x) + (own * 2 if own.dim() == 1 else (own @ own)[:4])
+
+        return of(forward, lambda self: setattr(self, "gives", Gives(what)))()
+
+    make.__name__ = f"layer_hands_out_its_{what}"
+    return make
+
+
+for _what in ("table", "constant", "weight"):
+    odd(_gives(_what))
+
+
+@odd
+def layer_returns_a_tensor_of_another() -> nn.Module:
+    class Returns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.kept = lin(), None
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.inner(x), self.kept
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        x = self.a(x)
+        self.returns.kept = x
+        y, same = self.returns(self.b(x))
+        return self.d(self.c(y) + same) + x
+
+    return of(forward, lambda self: setattr(self, "returns", Returns()))()

@@ -29,14 +29,14 @@ class Holder:
 
 def carried(result: Any, here: tuple = (), there: tuple | None = None) -> tuple[Any, list[torch.Tensor]]:
     """`result` of a call with the arguments `here`, as a rank with the arguments `there` builds it; tensors made."""
-    code = pickle.loads(pickle.dumps(Encoder(Arguments(here, {}))(result)))
+    code = pickle.loads(pickle.dumps(Encoder(Arguments(here, {}), {})(result)))
     made: list[torch.Tensor] = []
 
     def make(k: int, like: Made) -> torch.Tensor:
         made.append(torch.full(like.shape, float(k), dtype=getattr(torch, like.dtype)))
         return made[-1]
 
-    return Decoder(Arguments(here if there is None else there, {}), make)(code), made
+    return Decoder(Arguments(here if there is None else there, {}), {}, make)(code), made
 
 
 def test_tensors_are_made_anew_each_different_one_once() -> None:
@@ -109,11 +109,11 @@ def test_containers_that_a_call_fills_are_filled_on_the_other_rank_too() -> None
     before = Arguments((history, state, x), {})
     history.append(y)
     state["depth"] = 2
-    encoder = Encoder(before)
+    encoder = Encoder(before, {})
     codes = [(k, encoder.container(content)) for k, content in before.refilled()]
     there_x = torch.zeros(1)
     there = ([there_x], {"depth": 1})
-    decoder = Decoder(Arguments((*there, there_x), {}), lambda k, made: torch.zeros(made.shape))
+    decoder = Decoder(Arguments((*there, there_x), {}), {}, lambda k, made: torch.zeros(made.shape))
     for index, code in codes:
         decoder.refill(index, code)
     assert there[0][0] is there_x
