@@ -16,7 +16,6 @@ from torch import nn
 from partitioner.capture import capture
 from partitioner.errors import UnsupportedModelError
 from partitioner.slicing import Slice, backward_through, chain, gradients_of
-from partitioner.surveying import alone, survey
 from partitioner.tracing import unwrap
 
 
@@ -249,22 +248,6 @@ def test_inference_needs_no_gradients_and_makes_none() -> None:
         assert torch.equal(runs[-1].output.logits, whole.logits)
         assert not any(tensor.requires_grad for run in runs for p in run.sends.values() for tensor in p.tensors)
         assert all(leaf is None for run in runs for leaves in run.leaves.values() for leaf in leaves)
-
-
-def test_a_survey_gives_each_layer_what_it_would_receive() -> None:
-    case, captured = captured_case("unet", 1 / 100)
-    ids = [layer.id for layer in captured.layers]
-    seen = survey(case.model, captured, ids, case.args, {})
-    assert torch.equal(seen.output, case.model(*case.args))
-    for name in ids[1:-1]:
-        stage_of = alone(captured, name)
-        assert [stage_of[one] for one in ids].count(1) == 1
-        part = Slice(case.model, captured, stage_of, 1, join=False)
-        run = part.run(case.args, {}, {0: seen.payloads[name]})
-        following = ids[ids.index(name) + 1]
-        made = {tensor.id for tensor in captured.tensors if tensor.producer == name}
-        if any(following in tensor.consumers and tensor.id in made for tensor in captured.tensors):
-            assert run.sends[2].tensors
 
 
 def test_python_random_numbers_agree_with_the_uncut_model() -> None:

@@ -1,0 +1,79 @@
+"""Modules run whole wherever no cut goes through them and nothing of their inside is needed elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import build
+from side_by_side import possible_cuts, quiet, split
+from torch import nn
+
+from partitioner.capture import capture
+from partitioner.joining import base_name, joined, single, with_uncalled
+from partitioner.parts import Part
+
+
+def test_only_what_a_cut_goes_through_is_opened() -> None:
+    case = quiet(lambda: build("gpt2", layers=4))
+    captured = capture(case.model, kwargs=case.kwargs, max_share=1 / 100)
+    inside = next(name for name in possible_cuts(captured) if name.endswith("h.2.mlp.c_proj"))
+    stages, watched = joined(captured, split(captured, [inside]))
+    assert {"transformer.h.0", "transformer.h.1", "transformer.h.3"} <= stages.keys()
+    assert {"transformer.h.2.attn", "transformer.h.2.mlp.c_fc", inside} <= stages.keys()
+    assert not any(name.startswith(("transformer.h.0.", "transformer.h.3.")) for name in stages)
+    assert {"", "transformer", "transformer.h", "transformer.h.2", "transformer.h.2.mlp"} <= watched
+
+
+def test_every_layer_is_on_the_stage_that_it_was_given() -> None:
+    case = quiet(lambda: build("t5"))
+    captured = capture(case.model, kwargs=case.kwargs, max_share=1 / 100)
+    for cut in possible_cuts(captured)[::7]:
+        stage_of = split(captured, [cut])
+        stages, _ = joined(captured, stage_of)
+        for name, stage in stage_of.items():
+            path = name.partition("#")[0]
+            around = [whole for whole in stages if name == whole or path.startswith(f"{whole}.")]
+            assert around, name
+            assert {stages[whole] for whole in around} == {stage}
+
+
+def test_a_module_with_a_tensor_that_leaks_is_left_open() -> None:
+    class Leaks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.kept: list[torch.Tensor] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.a(x)
+            self.kept[:] = [x * 2]
+            return self.b(x)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.leaks, self.c = Leaks(), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.c(self.leaks(x)) + self.leaks.kept[0]
+
+    captured = capture(Model(), (torch.ones(1, 4),), max_share=0)
+    stages, _ = joined(captured, {"leaks.a": 0, "leaks.b": 0, "c": 1})
+    assert stages == {"leaks.a": 0, "leaks.b": 0, "c": 1}
+
+
+def test_modules_that_were_not_called_belong_to_where_their_parameters_are() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "spare": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    model.forward = lambda x: model["b"](model["a"](x))
+    captured = capture(model, (torch.ones(1, 2),), max_share=0)
+    assert with_uncalled(captured, {"a": 0, "b": 1}) == {"a": 0, "b": 1, "spare": 0}
+    assert Part(model, captured, {"a": 0, "b": 1}, 1).stage_of["spare"] == 0
+
+
+def test_single_watches_all_that_is_around() -> None:
+    assert single(None, {"a.b.c": 0, "a.b.c#1": 1, "d": 1})[1] == {"", "a", "a.b", "a.b.c", "d"}
+
+
+@pytest.mark.parametrize("name", ["h.0:0", "h.0/3:1"])
+def test_the_base_name_is_without_changes_in_place(name: str) -> None:
+    assert base_name(name) == base_name(f"{name}@h.3/2") == name

@@ -1,0 +1,28 @@
+"""Every layer alone, on what it receives in a forward of the whole model."""
+
+from __future__ import annotations
+
+import torch
+from models import build
+from side_by_side import quiet
+
+from partitioner.capture import capture
+from partitioner.slicing import Slice
+from partitioner.surveying import alone, survey
+
+
+def test_a_survey_gives_each_layer_what_it_would_receive() -> None:
+    case = quiet(lambda: build("unet"))
+    captured = capture(case.model, case.args, max_share=1 / 100)
+    ids = [layer.id for layer in captured.layers]
+    seen = survey(case.model, captured, ids, case.args, {})
+    assert torch.equal(seen.output, case.model(*case.args))
+    for name in ids[1:-1]:
+        stage_of = alone(captured, name)
+        assert [stage_of[one] for one in ids].count(1) == 1
+        part = Slice(case.model, captured, stage_of, 1, join=False)
+        run = part.run(case.args, {}, {0: seen.payloads[name]})
+        following = ids[ids.index(name) + 1]
+        made = {tensor.id for tensor in captured.tensors if tensor.producer == name}
+        if any(following in tensor.consumers and tensor.id in made for tensor in captured.tensors):
+            assert run.sends[2].tensors
