@@ -22,6 +22,8 @@ from partitioner.structures import map_tensors
 
 TOLERANCE = 1e-4
 """Of the largest gradient of a parameter; one device differs from itself by less (fp32, other order of sums)."""
+OWN_REPEATS = 4
+"""Of the uncut model, to see by how much it differs from itself, before a split is blamed for a difference."""
 
 
 def check_split(
@@ -61,8 +63,12 @@ def check_split(
             if not error <= worst:
                 worst, where = error, whose
         if not worst <= TOLERANCE:
-            own = max(worst_difference(a, b)[0] for a, b in zip(expected, whole(), strict=True))
-            if not worst <= 2 * own:
+            own = 0.0
+            for _ in range(OWN_REPEATS):
+                own = max(own, *(worst_difference(a, b)[0] for a, b in zip(expected, whole(), strict=True)))
+                if worst <= 2 * own:
+                    break
+            else:
                 raise UnsupportedModelError(_refusal(profile, stage_of, worst, where))
     return worst
 
