@@ -31,9 +31,10 @@ def make_model(layers: int = 6, width: int = 256, length: int = 128) -> GPT2LMHe
         n_head=width // 64,
         bos_token_id=0,
         eos_token_id=0,
-        loss_type="ForCausalLM",
     )
-    return GPT2LMHeadModel(config)
+    model = GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # what its class name means; transformers warns where it is not said
+    return model
 
 
 def text_batches(num_batches: int, batch: int, length: int) -> list[dict[str, torch.Tensor]]:

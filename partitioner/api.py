@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from partitioner.arguments import check_arguments, full_mesh, num_devices
 from partitioner.capture import fingerprint
 from partitioner.errors import (
     ArgumentError,
@@ -27,7 +28,7 @@ from partitioner.profiler import profile as measure
 from partitioner.profiles import Profile
 from partitioner.selfcheck import check_split
 from partitioner.solver import solve
-from partitioner.specs import OPTIMIZER_BYTES, Cluster, Device, Training, optimizer_state_bytes, parse_bytes
+from partitioner.specs import Cluster, Device, Training, optimizer_state_bytes, parse_bytes
 from partitioner.tracing import unwrap
 
 Progress = Callable[[str, float], None]
@@ -70,7 +71,21 @@ def partition(
     Under torchrun rank 0 plans and all ranks get its plan. Errors: `ArgumentError`, `NotBuiltError` (a value
     that this version does not run), `InfeasibleError` (memory), `UnsupportedModelError`.
     """
-    _refuse_unbuilt(precision, recompute, shard, gradient_compression, objective, batch_size, schedule)
+    check_arguments(
+        gpus=gpus,
+        batch_size=batch_size,
+        mesh=mesh,
+        microbatches=microbatches,
+        schedule=schedule,
+        optimizer=optimizer,
+        precision=precision,
+        recompute=recompute,
+        shard=shard,
+        gradient_compression=gradient_compression,
+        memory_limit=memory_limit,
+        objective=objective,
+        check=check,
+    )
     model = unwrap(model)
 
     def make() -> Plan:
@@ -82,13 +97,11 @@ def partition(
         args, kwargs = as_call(inputs)
         samples = Cutter(batch_dim).batch_size(args, kwargs)
         size = samples if batch_size is None else int(batch_size)
-        if size < 1:
-            raise ArgumentError(f"batch_size={batch_size} is impossible: give 1 or more samples")
         cluster, device = _cluster(gpus, profile is not None, notes)
         training = Training(
             batch_size=size,
             microbatches=microbatches,
-            mesh="auto" if isinstance(mesh, str) else _mesh(mesh, cluster),
+            mesh="auto" if isinstance(mesh, str) else full_mesh(mesh, cluster.num_devices),
             schedule=cast(Any, schedule),
             optimizer=optimizer if isinstance(optimizer, str) else f"{optimizer:g} bytes a parameter",
             optimizer_bytes=_optimizer_bytes(optimizer, model),
@@ -125,6 +138,7 @@ def partition(
             close()
         return plan.model_copy(update={"why": (*plan.why, *notes)})
 
+    _refuse_too_many_ranks(num_devices(gpus))
     return _on_first_rank(make)
 
 
@@ -148,6 +162,16 @@ def _checked(plan: Plan, model: nn.Module, batch: MicroBatch, loss: Loss, seed: 
     return plan
 
 
+def _refuse_too_many_ranks(devices: int) -> None:
+    """A plan never has more ranks than devices: say so before minutes are spent on it."""
+    started = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+    if started > devices:
+        raise PlanMismatchError(
+            f"{started} processes were started, but the plan would be for {devices} "
+            f"{'device' if devices == 1 else 'devices'}: use gpus={started}, or torchrun --nproc-per-node {devices}"
+        )
+
+
 def _on_first_rank(make: Callable[[], Plan]) -> Plan:
     """The plan, made here; under torchrun made on rank 0 and sent to all, an error there raised on all."""
     if int(os.environ.get("WORLD_SIZE", "1")) < 2 or "RANK" not in os.environ:
@@ -166,80 +190,22 @@ def _on_first_rank(make: Callable[[], Plan]) -> Plan:
     return Plan.model_validate_json(outcome[0])
 
 
-def _refuse_unbuilt(
-    precision: str,
-    recompute: str,
-    shard: str,
-    compression: str | None,
-    objective: str,
-    batch_size: Any,
-    schedule: str,
-) -> None:
-    """Documented values that this version does not run, by name."""
-    asked = {
-        "precision": (precision, ("fp32",), ("bf16", "fp16", "bf16-mixed", "fp16-mixed")),
-        "recompute": (recompute, ("auto", "never"), ("always",)),
-        "shard": (shard, ("auto", "none"), ("zero1", "zero2", "zero3")),
-        "gradient_compression": (compression, (None,), ("fp16", "bf16", "powersgd")),
-        "objective": (objective, ("train",), ("throughput", "latency")),
-        "schedule": (schedule, ("auto", "gpipe", "1f1b"), ("interleaved", "zero-bubble")),
-    }
-    for name, (value, built, planned) in asked.items():
-        if value not in built:
-            if value in planned or name == "recompute":
-                raise NotBuiltError(f"{name}={value!r} is not built in this version; use one of {_options(built)}")
-            raise ArgumentError(f"{name}={value!r} is unknown; use one of {_options(built)}")
-    if batch_size == "auto":
-        raise NotBuiltError("batch_size='auto' is not built in this version; give the samples of one optimizer step")
-
-
-def _options(values: tuple[Any, ...]) -> str:
-    return ", ".join(map(repr, values))
-
-
 def _optimizer_bytes(optimizer: str | float, model: nn.Module) -> float:
     """State of a trainable parameter element; of a named optimizer in the parameters' own width."""
     if not isinstance(optimizer, str):
-        if optimizer < 0:
-            raise ArgumentError(f"optimizer={optimizer} bytes a parameter is impossible: give 0 or more")
         return float(optimizer)
-    if optimizer == "adafactor":
-        raise NotBuiltError("optimizer='adafactor' is not built in this version; give its state in bytes a parameter")
-    if optimizer not in OPTIMIZER_BYTES:
-        raise ArgumentError(f"optimizer={optimizer!r} is unknown; use {_options(tuple(OPTIMIZER_BYTES))} or bytes")
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     elements = sum(parameter.numel() for parameter in trainable)
     num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in trainable)
     return optimizer_state_bytes(optimizer, num_bytes / elements if elements else 4)
 
 
-def _mesh(mesh: Mapping[str, int], cluster: Cluster) -> dict[Literal["pp", "dp"], int]:
-    unknown = sorted(set(mesh) - {"pp", "dp", "tp"})
-    if unknown:
-        raise ArgumentError(f"mesh has no axis {unknown[0]!r}: use 'pp' (stages) and 'dp' (replicas)")
-    if mesh.get("tp", 1) != 1:
-        raise NotBuiltError(f"mesh with tp={mesh['tp']} is not built in this version; use 'pp' and 'dp'")
-    full: dict[Literal["pp", "dp"], int] = {"pp": int(mesh.get("pp", 1)), "dp": int(mesh.get("dp", 1))}
-    if full["pp"] < 1 or full["dp"] < 1:
-        raise ArgumentError(f"mesh {dict(mesh)}: every axis needs 1 or more ranks")
-    if full["pp"] * full["dp"] > cluster.num_devices:
-        raise ArgumentError(
-            f"mesh {full} needs {full['pp'] * full['dp']} devices, there are {cluster.num_devices}: "
-            f"make pp x dp at most {cluster.num_devices}"
-        )
-    return full
-
-
 def _cluster(gpus: int | str | Cluster, has_profile: bool, notes: list[str]) -> tuple[Cluster, torch.device]:
     """The devices to plan for, and where to measure."""
-    if isinstance(gpus, bool) or not isinstance(gpus, (int, str, Cluster)):
-        raise ArgumentError(f"gpus={gpus!r}: give a number, a name such as '8xH100', or a Cluster")
     if isinstance(gpus, str) and gpus.strip().isdigit():
         gpus = int(gpus)
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if isinstance(gpus, int):
-        if gpus < 1:
-            raise ArgumentError(f"gpus={gpus} is impossible: give 1 or more")
         if here >= gpus:
             return _this_cuda(gpus), torch.device("cuda", 0)
         notes.append(

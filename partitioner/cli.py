@@ -74,9 +74,11 @@ def _plan(options: argparse.Namespace) -> Outcome:
 
 
 def _plan_of_model(options: argparse.Namespace) -> Any:
-    arguments = arguments_from(options.factory) | _given(options, PLANNING)
-    if options.gpus is not None:
-        arguments["gpus"] = int(options.gpus) if options.gpus.isdigit() else options.gpus
+    given = _given(options, ("gpus", *PLANNING))
+    from partitioner.arguments import check_arguments
+
+    check_arguments(**given)  # before the model is built, which may take long
+    arguments = arguments_from(options.factory) | given
     if "gpus" not in arguments:
         raise ArgumentError("say which devices to plan for: --gpus 4 or --gpus 8xH100")
     from partitioner.api import partition
@@ -95,10 +97,12 @@ def _plan_of_profile(options: argparse.Namespace) -> Any:
         raise ArgumentError("a plan from a profile alone needs --gpus, like 8xH100, and --batch-size")
     if options.gpus.isdigit():
         raise ArgumentError(f"--gpus {options.gpus} counts this machine's devices: name them, like {options.gpus}xH100")
+    from partitioner.arguments import check_arguments
     from partitioner.profiles import Profile
     from partitioner.solver import solve
     from partitioner.specs import Cluster, Training, optimizer_state_bytes, parse_bytes
 
+    check_arguments(**_given(options, ("gpus", *PLANNING)))
     fields = _given(options, ("batch_size", "mesh", "microbatches", "schedule", "optimizer"))
     if options.memory_limit is not None:
         fields["memory_limit_bytes"] = parse_bytes(options.memory_limit)
@@ -165,6 +169,10 @@ PLANNING = (
     "microbatches",
     "schedule",
     "optimizer",
+    "precision",
+    "recompute",
+    "shard",
+    "gradient_compression",
     "memory_limit",
     "objective",
     "check",
@@ -199,9 +207,13 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--microbatches", type=_number, metavar="N|auto", help="micro-batches of a replica's batch")
     plan.add_argument("--schedule", help="gpipe, 1f1b or auto")
     plan.add_argument("--optimizer", help="for memory: sgd, sgd-momentum, adam or adamw")
+    plan.add_argument("--precision", help="fp32")
+    plan.add_argument("--recompute", help="never or auto")
+    plan.add_argument("--shard", help="none or auto: state of the optimizer, gradients and weights over replicas")
+    plan.add_argument("--gradient-compression", help="none in this version")
     plan.add_argument("--memory-limit", metavar="SIZE", help="of a device: 70GiB")
     plan.add_argument("--objective", help="train")
-    plan.add_argument("--check", choices=("first", "never"), help="run the sliced model once against the whole one")
+    plan.add_argument("--check", help="run the sliced model once against the whole one")
     plan.add_argument("--seed", type=int, metavar="N")
 
     profile = add("profile", _profile, "measure what each layer costs")

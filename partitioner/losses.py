@@ -45,7 +45,7 @@ class Loss:
         if self._loss_fn is None and target is not None:
             raise ArgumentError("there is a target but no loss_fn to compare the output with it: pass loss_fn=")
         if self._loss_fn is not None:
-            loss, made_by = self._loss_fn(output, target), "loss_fn returned"
+            loss, made_by = self._compared(output, target), "loss_fn returned"
         else:
             loss, made_by = own_loss(output), "the model's own loss is"
         if not isinstance(loss, torch.Tensor):
@@ -53,6 +53,18 @@ class Loss:
         if loss.numel() != 1:
             raise ArgumentError(f"{made_by} of shape {tuple(loss.shape)}; a loss is one number: average it")
         return loss.reshape(())
+
+    def _compared(self, output: Any, target: Any) -> Any:
+        assert self._loss_fn is not None
+        if target is not None:
+            return self._loss_fn(output, target)
+        try:
+            return self._loss_fn(output, None)
+        except (TypeError, AttributeError) as error:
+            raise ArgumentError(
+                f"loss_fn was called without a target and raised {type(error).__name__}: {error}. Give it one: "
+                "example_target= of partition, profile and verify, train_step(inputs, target)"
+            ) from error
 
     def is_sum(self, kwargs: Mapping[str, Any]) -> bool:
         """Whether the whole batch's loss is the sum of the micro-batches' losses."""

@@ -65,7 +65,7 @@ def profile(
 
     `example_inputs`: one batch (tensor, tuple = arguments, dict = keywords). `device`: where to measure, None: where
     the parameters are; a model elsewhere (meta included) is brought there one layer at a time.
-    `microbatch_sizes`: samples; None: an eighth and a half of the batch. `max_share`: see `capture`.
+    `microbatch_sizes`: samples; None: an eighth and a half of the batch, two or more. `max_share`: see `capture`.
     `num_threads`: CPU threads that one rank will have. `whole_step`: also time the unsliced model.
     `trace_dir`: write a torch.profiler trace of one pass, its ranges named by layer. `progress(what, share)`.
     """
@@ -147,7 +147,10 @@ def profile(
 
 
 def _sizes(batch: int, wanted: Sequence[int] | None) -> tuple[int, ...]:
-    sizes = sorted({max(1, batch // 8), max(1, batch // 2)} if wanted is None else set(wanted))
+    if wanted is None:  # one sample is no batch: BatchNorm in training cannot run it
+        small = max(2, batch // 8)
+        wanted = [min(batch, small), min(batch, max(2 * small, batch // 2))]
+    sizes = sorted(set(wanted))
     if sizes[0] < 1 or sizes[-1] > batch:
         raise ArgumentError(f"micro-batches of {sizes} samples cannot be cut from a batch of {batch}: use 1 to {batch}")
     return tuple(sizes)

@@ -30,6 +30,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
+from partitioner.errors import ArgumentError
+
 READS = frozenset(
     "size dim numel stride is_floating_point is_complex is_contiguous element_size storage_offset __len__ ndimension "
     "nelement get_device __hash__ is_signed is_inference is_same_size dim_order has_names is_conj "
@@ -333,12 +335,20 @@ def watcher_here() -> Watcher | None:
     return _current.watcher
 
 
-def unwrap(model: nn.Module) -> nn.Module:
-    """The module inside DataParallel, DistributedDataParallel or torch.compile wrappers."""
+def unwrap(model: Any) -> nn.Module:
+    """The module inside DataParallel, DistributedDataParallel or torch.compile wrappers.
+
+    An ArgumentError where it is no module.
+    """
+    if not isinstance(model, nn.Module):
+        found = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        hint = "make one: model = " + model.__name__ + "(...)" if isinstance(model, type) else "pass an nn.Module"
+        raise ArgumentError(f"the model is {found}, not a module: {hint}")
     while True:
         if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             model = model.module
         elif hasattr(model, "_orig_mod"):
-            model = model._orig_mod  # type: ignore[assignment]
+            model = model._orig_mod
         else:
-            return model
+            found_module: nn.Module = model
+            return found_module

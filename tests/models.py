@@ -50,10 +50,11 @@ def gpt2(batch: int = 8, layers: int = 4, width: int = 64, length: int = 12, voc
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
-        loss_type="ForCausalLM",
     )
     ids = _tokens(batch, length, vocabulary)
-    return Case(GPT2LMHeadModel(config), kwargs={"input_ids": ids, "labels": ids})
+    model = GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # what its class name means; transformers warns where it is not said
+    return Case(model, kwargs={"input_ids": ids, "labels": ids})
 
 
 def llama(batch: int = 8, layers: int = 4, width: int = 64, length: int = 12) -> Case:

@@ -149,6 +149,9 @@ def test_what_is_documented_and_not_built_is_refused_by_name(argument: str, valu
         ({"gpus": 2.5}, "gpus=2.5"),
         ({"gpus": "8xRTX-9999"}, "RTX-9999"),
         ({"batch_size": 0}, "batch_size=0"),
+        ({"microbatches": 0}, "microbatches=0"),
+        ({"check": "always"}, "always.*first"),
+        ({"mesh": "2x2"}, "2x2.*auto"),
         ({"mesh": {"pp": 3}}, "3 devices.*2"),
         ({"mesh": {"stages": 2}}, "stages.*pp"),
         ({"gpus": cpu_cluster(8), "mesh": {"pp": 7}}, "7.*6|6.*7"),
@@ -164,6 +167,26 @@ def test_arguments_that_cannot_be_right_are_refused_with_their_numbers(
     with pytest.raises(ValueError, match=words) as raised:
         plan_of(**arguments)
     assert isinstance(raised.value, pt.PartitionerError)
+
+
+def test_a_loss_function_without_a_target_is_told_what_to_pass() -> None:
+    with pytest.raises(pt.ArgumentError, match=r"without a target.*example_target="):
+        plan_of(example_target=None)
+    with pytest.raises(pt.ArgumentError, match=r"without a target.*example_target="):
+        plan_of(example_target=None, loss_fn=nn.CrossEntropyLoss())
+
+
+@pytest.mark.parametrize(("model", "words"), [(nn.Linear, "the class Linear"), ("gpt2", "a str")])
+def test_what_is_no_module_is_refused(model: object, words: str) -> None:
+    for call in (lambda: pt.partition(model, torch.zeros(1), gpus=1), lambda: pt.profile(model, torch.zeros(1))):
+        with pytest.raises(pt.ArgumentError, match=words):
+            call()
+
+
+def test_batch_norm_is_measured_where_the_smallest_micro_batch_would_be_one_sample() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Linear(32, 32))
+    profile = pt.profile(model, torch.randn(8, 32), loss_fn=square, example_target=torch.randn(8, 32))
+    assert profile.microbatch_sizes == (2, 4)
 
 
 def test_a_limit_that_no_split_meets_names_what_is_short() -> None:

@@ -202,7 +202,6 @@ def test_debug_adds_the_traceback(run: Any) -> None:
         ("plan", "a:b", "--batch-size", "0"),
         ("plan", "a:b", "--batch-size", "many"),
         ("plan", "a:b", "--mesh", "pp"),
-        ("plan", "a:b", "--check", "always"),
         ("show",),
         ("verify", "plan.json"),
     ],
@@ -403,9 +402,16 @@ def test_a_plan_that_cannot_fit_is_3(run: Any, folder: Path) -> None:
         ("--gpus", "2xZ9", "not known"),
         ("--gpus", "2", "like 2xH100"),
         ("--memory-limit", "1Gb", "bits"),
-        ("--schedule", "zigzag", "--schedule zigzag"),
+        ("--schedule", "zigzag", "schedule='zigzag' is unknown"),
+        ("--precision", "bf16", "precision='bf16' is not built"),
+        ("--recompute", "always", "recompute='always' is not built"),
+        ("--shard", "zero3", "shard='zero3' is not built"),
+        ("--gradient-compression", "powersgd", "gradient_compression='powersgd' is not built"),
+        ("--objective", "latency", "objective='latency' is not built"),
+        ("--check", "always", "check='always' is unknown"),
         ("--optimizer", "lion", "sgd-momentum"),
-        ("--mesh", "xx=2", "--mesh"),
+        ("--mesh", "xx=2", "no axis 'xx'"),
+        ("--mesh", "pp=4", "needs 4 devices, there are 2"),
     ],
 )
 def test_a_value_that_cannot_be_is_a_usage_error(run: Any, folder: Path, option: str, value: str, said: str) -> None:
@@ -413,6 +419,24 @@ def test_a_value_that_cannot_be_is_a_usage_error(run: Any, folder: Path, option:
     ran = run("plan", "--profile", "p.json", "--gpus", "2xT4", "--batch-size", "8", option, value)
     assert (ran.code, ran.out) == (2, "")
     assert said in ran.err
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--precision=bf16", "precision='bf16'"),
+        ("--mesh=pp=4", "needs 4 devices"),
+        ("--memory-limit=1Gb", "bits"),
+        ("--optimizer=lion", "lion"),
+    ],
+)
+def test_an_argument_that_cannot_be_is_refused_before_the_model_is_built(
+    run: Any, folder: Path, option: str, said: str
+) -> None:
+    (folder / "slow.py").write_text("def make():\n    raise SystemExit('the model was built')\n")
+    ran = run("plan", "slow:make", "--gpus", "2", option)
+    assert (ran.code, ran.out) == (2, "")
+    assert said in ran.err and "the model was built" not in ran.err
 
 
 def test_an_output_that_cannot_be_written_is_named(run: Any, folder: Path) -> None:

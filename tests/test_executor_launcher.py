@@ -303,3 +303,27 @@ def test_under_torchrun_the_script_trains_and_a_failure_ends_it(tmp_path: Path) 
     losses = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
     assert losses[0] == losses[1] > 0
     assert done.returncode != 0 and "ValueError: a bad day" in done.stderr
+
+
+def test_a_wrong_number_of_torchrun_processes_ends_all_of_them_with_both_numbers(tmp_path: Path) -> None:
+    """Each process says it before it looks for the others, so nothing waits and nothing is left behind."""
+    plan = plan_of(nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]), torch.zeros(8, 4))
+    plan.save(tmp_path / "plan.json")
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys\n"
+        "import torch\n"
+        "import partitioner as pt\n"
+        "try:\n"
+        "    pt.partition(torch.nn.Linear(2, 2), torch.zeros(4, 2), gpus=2)\n"
+        "except pt.PlanMismatchError as error:\n"
+        "    print(f'planned: {error}')\n"
+        "pt.materialize(pt.load(sys.argv[1]), torch.nn.Linear(2, 2))\n"
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    ran = subprocess.run(
+        [*torchrun, str(script), str(tmp_path / "plan.json")], capture_output=True, text=True, timeout=90
+    )
+    assert ran.returncode != 0
+    assert ran.stdout.count("planned: 3 processes were started, but the plan would be for 2 devices") == 3
+    assert "the plan is for 2 ranks (2 stages x 1 replicas), but 3 processes were started" in ran.stderr

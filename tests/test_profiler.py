@@ -196,7 +196,7 @@ def test_sizes_that_the_batch_does_not_have_are_refused() -> None:
     case = quiet(lambda: build("tied"))
     with pytest.raises(ArgumentError, match="batch of 8"):
         profiled(case, microbatch_sizes=[16])
-    assert profile(case.model, case.args, loss_fn=case.loss_fn, example_target=case.target).microbatch_sizes == (1, 4)
+    assert profile(case.model, case.args, loss_fn=case.loss_fn, example_target=case.target).microbatch_sizes == (2, 4)
 
 
 class Lazy(nn.Module):

@@ -50,7 +50,7 @@ class Placement:
         self.names: dict[str, tuple[str, ...]] = {entry.names[0]: entry.names for entry in plan.profile.parameters}
         near = _stages_below(stage_of)
         self.owners: dict[str, tuple[int, ...]] = {
-            entry.names[0]: tuple(sorted({stage_of[layer] for layer in entry.layers} or _nearest(near, entry.names[0])))
+            entry.names[0]: tuple(sorted({stage_of[layer] for layer in entry.layers} or {0}))
             for entry in plan.profile.parameters
         }
         self._first = {name: first for first, names in self.names.items() for name in names}

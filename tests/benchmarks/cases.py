@@ -4,7 +4,7 @@
 
 A case is a snippet that defines a model, its inputs, what a user asked for and the right values. A function for each id
 says the same in this package's calls. Verdicts: holds; fails, and why; not built, and what. A verdict is nothing but
-the comparison of what came out with what is right.
+the comparison of what came out with what is right. Exit code 1: a case fails, or one that must hold is not built.
 """
 
 from __future__ import annotations
@@ -30,7 +30,13 @@ from rank_pool import RankPool
 ANSWERS = case_planning.ANSWERS | case_numbers.ANSWERS | case_life.ANSWERS
 
 
-def main() -> None:
+WIDTH = 140
+"""Of a verdict on the terminal; --json has all of it."""
+REQUIRED = ("PL-02", "PL-05", "PL-14", "execution", "numerics")
+"""Cases and kinds of cases that must hold; of others it is enough that what is missing is named."""
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("cases", type=Path, help="the cases, one JSON object a line")
     parser.add_argument("--only", nargs="*", metavar="ID", help="ids to run; all of them if left out")
@@ -44,15 +50,20 @@ def main() -> None:
         for case in read_cases(options.cases):
             if not options.only or case.id in options.only:
                 rows.append(judge(case, ANSWERS.get(case.id), ranks))
-                print(textwrap.fill(f"{case.id:7} {case.kind:11} {rows[-1].verdict}", 160, subsequent_indent=" " * 20))
-                sys.stdout.flush()
+                verdict = textwrap.shorten(rows[-1].verdict, WIDTH, placeholder=" ...")
+                print(f"{case.id:7} {case.kind:11} {verdict}", flush=True)
     finally:
         ranks.close()
     counts = Counter(row.verdict.partition(":")[0] for row in rows)
     print(f"{len(rows)} cases: " + ", ".join(f"{number} {name}" for name, number in counts.most_common()))
     if options.json:
         options.json.write_text(json.dumps({"rows": [row._asdict() for row in rows]}, indent=1))
+    return int(any(row.verdict != "holds" and (row.verdict.startswith("fails") or _is(row, REQUIRED)) for row in rows))
+
+
+def _is(row: Row, names: tuple[str, ...]) -> bool:
+    return row.id in names or row.kind in names
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
