@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _stdout_for_results_only():
             outcome = command(options)
-        return _print(_json(outcome.result) if options.json else str(outcome.result), outcome.exit_code)
+        return _print(_json(outcome.result) if options.json else _text(outcome.result), outcome.exit_code)
     except PartitionerError as error:
         return _fail(error, options, error.exit_code)
     except ModuleNotFoundError as error:
@@ -286,6 +286,16 @@ def _save(thing: Any, path: str | None) -> None:
     except OSError as error:
         raise ArgumentError(f"cannot write {path}: {error.strerror}") from None
     print(f"written to {path}", file=sys.stderr)
+
+
+def _text(result: Any) -> str:
+    """What a terminal shows; in colours where it has them, unless NO_COLOR (https://no-color.org) is set."""
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    if not colour:
+        return str(result)
+    from partitioner.report import render
+
+    return render(result, colour=True)
 
 
 def _json(result: Any) -> str:

@@ -17,3 +17,6 @@ class Shown:
 
     def __repr__(self) -> str:
         return str(self)
+
+    def _repr_html_(self) -> str:
+        return str(importlib.import_module("partitioner.report.html").fragment(self))

@@ -18,7 +18,7 @@ from partitioner.executor import launch, materialize
 from partitioner.losses import Loss, LossFunction, LossWeight
 from partitioner.microbatches import Cutter, MicroBatch, as_call
 from partitioner.plan import Plan
-from partitioner.report.pages import Facts, Page, Prose
+from partitioner.report.blocks import Facts, Page, Prose
 from partitioner.restore import untouched
 from partitioner.selfcheck import worst_difference
 from partitioner.specs import Frozen, Seconds

@@ -11,9 +11,11 @@ from given import GiB, given_cluster, given_plan, given_profile
 from partitioner.display import Shown
 from partitioner.graph import CostGraph
 from partitioner.plan import LostEfficiency, Plan
-from partitioner.report import Facts, Page, Prose, Table, render
+from partitioner.report import Bar, Facts, Page, Prose, Table, render
 from partitioner.report.gantt import draw
-from partitioner.report.pages import LOSSES, page_of, percent, seconds, waterfall
+from partitioner.report.losses import LOSSES, waterfall
+from partitioner.report.pages import page_of
+from partitioner.report.wording import percent, seconds
 from partitioner.specs import Cluster, Device, Training
 from partitioner.timeline import Span, Timeline
 
@@ -86,16 +88,47 @@ def test_the_prediction_is_shown_as_it_is() -> None:
 def test_the_waterfall_goes_from_all_time_to_the_efficiency() -> None:
     plan = given_plan()
     table = waterfall(plan.prediction.lost, plan.prediction.efficiency)
-    left = sum(value(share) for _, share in table.rows)
+    left = sum(value(share) for _, share, _ in table.rows)
     assert left == pytest.approx(value(table.total[1]), abs=2e-3)
-    assert [name for name, _ in table.rows] == ["all devices' time", "imbalance", "fill and drain", "communication"]
+    assert [name for name, _, _ in table.rows] == ["all devices' time", "imbalance", "fill and drain", "communication"]
 
 
 def test_losses_too_small_to_show_are_added_up() -> None:
     names = ("imbalance", "fill_drain", "communication", "sync")
     table = waterfall(LostEfficiency(**dict.fromkeys(names, 4e-4), optimizer=0.1), 0.8984)
-    assert table.rows == (("all devices' time", "100.0 %"), ("optimizer", "-10.0 %"), ("others", "-0.2 %"))
-    assert waterfall(LostEfficiency(), 1.0).rows == (("all devices' time", "100.0 %"),)
+    shown = [row[:2] for row in table.rows]
+    assert shown == [("all devices' time", "100.0 %"), ("optimizer", "-10.0 %"), ("others", "-0.2 %")]
+    assert [row[:2] for row in waterfall(LostEfficiency(), 1.0).rows] == [("all devices' time", "100.0 %")]
+
+
+def test_each_bar_of_the_waterfall_ends_where_the_next_begins() -> None:
+    prediction = given_plan().prediction
+    table = waterfall(prediction.lost, prediction.efficiency)
+    (whole, *lost), (left,) = [bar_of(row).parts[0] for row in table.rows], bar_of(table.total).parts
+    assert whole[1:] == (0.0, 1.0)
+    assert [part.end for part in (*lost, left)] == pytest.approx([1.0, *(part.start for part in lost)], abs=1e-4)
+    shares = [getattr(prediction.lost, name) for name in ("imbalance", "fill_drain", "communication")]
+    assert [part.end - part.start for part in lost] == pytest.approx(shares)
+    assert left.end == pytest.approx(prediction.efficiency, abs=1e-4)
+
+
+def bar_of(row: tuple[str | Bar, ...]) -> Bar:
+    (bar,) = [cell for cell in row if isinstance(cell, Bar)]
+    return bar
+
+
+def test_a_bar_takes_columns_as_its_shares() -> None:
+    plan = given_plan()
+    text = render(plan)
+    for stage, predicted in enumerate(plan.prediction.stages):
+        line = next(line for line in text.splitlines() if line.startswith(f"{stage}  "))
+        assert line.count("█") == round(10 * predicted.compute_s / plan.prediction.step_s)
+
+
+def test_colours_are_there_when_asked_for_and_change_no_letter() -> None:
+    plain, coloured = render(given_plan(), 100), render(given_plan(), 100, colour=True)
+    assert re.sub(r" +$", "", re.sub(r"\x1b\[[0-9;]*m", "", coloured), flags=re.MULTILINE) == plain
+    assert coloured != plain
 
 
 def test_a_number_stays_beside_its_unit() -> None:
@@ -106,7 +139,10 @@ def test_a_number_stays_beside_its_unit() -> None:
 
 def test_a_gain_is_shown_as_one() -> None:
     table = waterfall(LostEfficiency(small_microbatch=-0.02, fill_drain=0.1), 0.92)
-    assert ("small micro-batch", "+2.0 %") in table.rows
+    assert ("small micro-batch", "+2.0 %") in [row[:2] for row in table.rows]
+    whole, gain = table.rows[0], next(row for row in table.rows if row[0] == "small micro-batch")
+    assert bar_of(gain).parts[0].role == "gain"
+    assert bar_of(whole).parts[0].end == pytest.approx(1.0)  # fill and drain comes first, so 100 % is the most
 
 
 def test_the_largest_loss_is_named_with_what_would_help() -> None:
@@ -126,7 +162,8 @@ def test_the_limit_is_the_smallest_of_the_ranks_or_the_one_that_was_set() -> Non
     unequal = given_plan(cluster=Cluster(devices=(small, large), nodes=(0, 0), intra=link, inter=link))
     assert [row[7] for row in tables(unequal)[0].rows] == ["11.7 % of 512.0 MiB", "0.4 % of 4.0 GiB"]
     limited = given_plan(training=Training(batch_size=8, memory_limit_bytes=GiB // 4))
-    assert [row[7] for row in tables(limited)[0].rows] == ["23.4 % of 256.0 MiB", "7.0 % of 256.0 MiB"]
+    assert [row[7] for row in tables(limited)[0].rows] == ["23.4 %", "7.0 %"]
+    assert facts(limited)["memory limit"] == "256.0 MiB a device"
 
 
 def test_a_proven_plan_says_so_and_others_say_how_far() -> None:
@@ -159,7 +196,7 @@ def test_no_number_is_cut_at_any_width(width: int) -> None:
     for table in tables(plan):
         for row in (*table.rows, table.total):
             for header, cell in zip(table.headers, row, strict=False):
-                if header not in table.wide:
+                if header not in table.wide and isinstance(cell, str):
                     assert cell in text
 
 

@@ -1,6 +1,6 @@
-"""Results for people: what is worth saying about each (`pages`), and its layout for a terminal (`text`)."""
+"""Results for people: what is worth saying about each (`pages`), for a terminal (`text`) and as HTML (`html`)."""
 
-from partitioner.report.pages import Drawing, Facts, Page, Prose, Table
+from partitioner.report.blocks import Bar, Drawing, Facts, Page, Part, Prose, Table
 from partitioner.report.text import render
 
-__all__ = ["Drawing", "Facts", "Page", "Prose", "Table", "render"]
+__all__ = ["Bar", "Drawing", "Facts", "Page", "Part", "Prose", "Table", "render"]

@@ -58,7 +58,10 @@ def _losses(prediction: Prediction) -> list[str]:
         "fill and drain of the pipeline": (lost.fill_drain, "more micro-batches would shrink it"),
         "waiting for transfers": (lost.communication, "faster links or fewer stages would shrink it"),
         "gradient sync": (lost.sync, "a larger batch or faster links would shrink it"),
-        "small micro-batches": (lost.small_microbatch, "fewer, larger micro-batches would use the devices better"),
+        "running small micro-batches": (
+            lost.small_microbatch,
+            "fewer, larger micro-batches would use the devices better",
+        ),
     }
     name = max(causes, key=lambda cause: causes[cause][0])
     share, cure = causes[name]

@@ -1,0 +1,171 @@
+"""What is worth saying about a plan, part by part, and the page that they make together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from partitioner.memory import memory_limit
+from partitioner.plan import MemoryItems, Plan, StagePrediction
+from partitioner.report.blocks import Bar, Drawing, Facts, Page, Part, Prose, Table
+from partitioner.report.losses import verdict, waterfall
+from partitioner.report.palette import MEMORY_ROLES
+from partitioner.report.wording import count, mesh, numbers, percent, run, seconds
+from partitioner.specs import format_bytes
+
+
+def page(plan: Plan) -> Page:
+    """Stages, memory, figures, losses, runners-up and reasons, in this order."""
+    prediction = plan.prediction
+    blocks: list[Facts | Table | Prose | Drawing] = [
+        stages(plan),
+        memory(plan),
+        Facts(summary(plan)),
+        waterfall(prediction.lost, prediction.efficiency),
+        Prose("lost time", (verdict(prediction.lost, prediction.efficiency, plan.num_ranks),)),
+    ]
+    if plan.runners_up:
+        blocks.append(runners_up(plan))
+    if said := reasons(plan):
+        blocks.append(Prose("why", said))
+    return Page(title(plan), tuple(blocks))
+
+
+def title(plan: Plan) -> str:
+    names = sorted({device.name for device in plan.cluster.devices})
+    return f"Plan of {plan.profile.model} on {plan.cluster.num_devices} x {', '.join(names)}"
+
+
+def summary(plan: Plan) -> tuple[tuple[str, str], ...]:
+    """The plan's figures by name."""
+    prediction, training = plan.prediction, plan.training
+    total_s = prediction.step_s + prediction.optimizer_s
+    limits = {stage_limit(plan, k) for k in range(plan.num_stages)}
+    alone = "one device" if prediction.single_device_fits else "one device of unlimited memory (it does not fit one)"
+    return (
+        ("mesh", f"{mesh(plan.mesh)}: {plan.num_ranks} of {plan.cluster.num_devices} devices"),
+        ("schedule", f"{plan.schedule}, {count(plan.num_microbatches, 'micro-batch', 'micro-batches')} a replica"),
+        ("micro-batch", f"{count(plan.microbatch_samples, 'sample')} of a batch of {training.batch_size}"),
+        ("predicted step", f"{seconds(prediction.step_s)} + optimizer {seconds(prediction.optimizer_s)}"),
+        ("throughput", f"{prediction.throughput:,.1f} samples/s"),
+        ("speedup", f"{prediction.speedup:.2f} x {alone} ({seconds(prediction.single_device_s)})"),
+        ("efficiency", f"{percent(prediction.efficiency)} of {count(plan.num_ranks, 'device')}"),
+        ("bubble", percent(prediction.bubble_fraction)),
+        (
+            "gap",
+            f"{percent(plan.gap)} above the lower bound of {seconds(plan.lower_bound_s)}"
+            if plan.gap > 5e-4
+            else f"none: {seconds(total_s)} is the lower bound of this search space",
+        ),
+        ("memory limit", " or ".join(format_bytes(limit) for limit in sorted(limits)) + " a device"),
+        ("costs", f"{plan.profile.provenance} on {plan.profile.device}"),
+    )
+
+
+def reasons(plan: Plan) -> tuple[str, ...]:
+    """What binds and what was assumed, first of all that a plan cannot be run."""
+    return (*(() if plan.runnable else ("this version cannot run this plan",)), *plan.why)
+
+
+def stages(plan: Plan) -> Table:
+    """Where the layers are, what they take and send, and what a rank of each stage does during a step."""
+    return Table(
+        ("stage", "layers", "ranks", "forward", "backward", "sends", "memory", "of limit", "idle", "the step"),
+        tuple(_stage_row(plan, k) for k in range(plan.num_stages)),
+        wide=("layers", "ranks"),
+        note="forward, backward and sends: one micro-batch; the step: {work} computes  {waits} waits for others",
+        caption="Stages: their layers, ranks, times, transfers and memory",
+    )
+
+
+def _stage_row(plan: Plan, k: int) -> tuple[str | Bar, ...]:
+    stage, predicted = plan.stages[k], plan.prediction.stages[k]
+    limits = {stage_limit(plan, other) for other in range(plan.num_stages)}
+    limit, alike = stage_limit(plan, k), len(limits) == 1
+    return (
+        str(stage.index) + (" (recompute)" if stage.recompute else ""),
+        run(stage.layers),
+        _ranks(stage.ranks, plan.cluster.nodes),
+        seconds(predicted.forward_s),
+        seconds(predicted.backward_s),
+        format_bytes(predicted.send_bytes),
+        format_bytes(predicted.memory.total),
+        (percent(predicted.memory.total / limit) if limit else "-") + ("" if alike else f" of {format_bytes(limit)}"),
+        percent(idle_share(predicted)),
+        busy_bar(predicted),
+    )
+
+
+def stage_limit(plan: Plan, k: int) -> int:
+    """Bytes that a rank of the stage may hold: the smallest of its ranks' limits."""
+    return min(memory_limit(plan.cluster.devices[rank], plan.training) for rank in plan.stages[k].ranks)
+
+
+def busy_bar(predicted: StagePrediction) -> Bar:
+    """Compute, communication and idle of a stage's slowest rank, which are the step."""
+    step_s = predicted.compute_s + predicted.communication_s + predicted.idle_s
+    if not step_s:
+        return Bar(())
+    work, waits = predicted.compute_s / step_s, predicted.communication_s / step_s
+    said = f"computes {percent(work)}, waits {percent(waits)}, idle {percent(idle_share(predicted))}"
+    return Bar((Part("work", 0.0, work), Part("waits", work, work + waits)), said)
+
+
+def idle_share(predicted: StagePrediction) -> float:
+    """Share of the step in which a rank of the stage does nothing; compute + communication + idle are the step."""
+    step_s = predicted.compute_s + predicted.communication_s + predicted.idle_s
+    return predicted.idle_s / step_s if step_s else 0.0
+
+
+def _ranks(ranks: Sequence[int], nodes: Sequence[int]) -> str:
+    """Ranks, and where there are several nodes, which of them sit on which.
+
+    >>> _ranks((0, 2, 3), (0, 0, 0, 0)), _ranks((0, 2, 3), (0, 0, 1, 1))
+    ('0, 2-3', '0 on node 0, 2-3 on node 1')
+    """
+    if len(set(nodes)) == 1:
+        return numbers(ranks)
+    groups = groupby(ranks, key=lambda rank: nodes[rank])
+    return ", ".join(f"{numbers(group)} on node {node}" for node, group in groups)
+
+
+def memory(plan: Plan) -> Table:
+    """What the memory of a rank of each stage is for; what no stage needs is left out."""
+    items = [stage.memory for stage in plan.prediction.stages]
+    names = [name for name in MemoryItems.model_fields if any(getattr(item, name) for item in items)]
+    rows = tuple(
+        (str(k), *(format_bytes(getattr(item, name)) for name in names), format_bytes(item.total))
+        for k, item in enumerate(items)
+    )
+    return Table(("memory of stage", *names, "sum"), rows, caption="Memory of a rank of each stage at its peak")
+
+
+def memory_bar(items: MemoryItems, limit: int) -> Bar:
+    """The items side by side; the whole bar is the limit, or the total where that is more."""
+    whole = max(limit, items.total, 1)
+    parts, start = [], 0
+    for name in MemoryItems.model_fields:
+        if size := getattr(items, name):
+            parts.append(Part(MEMORY_ROLES[name], start / whole, (start + size) / whole))
+            start += size
+    return Bar(tuple(parts), f"{format_bytes(items.total)} of {format_bytes(limit)}")
+
+
+def runners_up(plan: Plan, why: Sequence[str] = ()) -> Table:
+    """What was simulated and lost. `why`: of each of them, instead of what the plan says about it."""
+    total_s = plan.prediction.step_s + plan.prediction.optimizer_s
+    rows = []
+    for k, other in enumerate(plan.runners_up[:5]):
+        slower = f"{percent(other.step_s / total_s - 1)} slower" if other.step_s is not None and total_s else "-"
+        rows.append(
+            (
+                mesh(other.mesh),
+                other.schedule,
+                str(other.num_microbatches),
+                "+".join(map(str, other.stage_sizes)),
+                "does not fit" if other.step_s is None else seconds(other.step_s),
+                why[k] if k < len(why) else other.reason or slower,
+            )
+        )
+    headers = ("runner-up", "schedule", "micro-batches", "layers", "step + optimizer", "why not")
+    return Table(headers, tuple(rows), wide=("layers", "why not"), caption="Plans that were simulated and lost")
