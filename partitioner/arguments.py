@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from partitioner.errors import ArgumentError, NotBuiltError
-from partitioner.specs import OPTIMIZER_BYTES, Cluster, parse_bytes
+from partitioner.specs import EXECUTED, OPTIMIZER_BYTES, SCHEDULES, Cluster, parse_bytes
 
 _CHOICES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "precision": (("fp32",), ("bf16", "fp16", "bf16-mixed", "fp16-mixed")),
@@ -17,7 +17,7 @@ _CHOICES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "shard": (("auto", "none"), ("zero1", "zero2", "zero3")),
     "gradient_compression": ((None,), ("fp16", "bf16", "powersgd")),
     "objective": (("train",), ("throughput", "latency")),
-    "schedule": (("auto", "gpipe", "1f1b"), ("interleaved", "zero-bubble")),
+    "schedule": (("auto", *EXECUTED), SCHEDULES),
     "check": (("first", "never"), ()),
 }
 """Argument -> the values that this version runs, and those that are documented besides."""

@@ -28,14 +28,16 @@ def stage_memory(
     schedule: ScheduleName,
     num_microbatches: int,
     num_replicas: int = 1,
+    num_ranks: int | None = None,
 ) -> MemoryItems:
     """Bytes that one rank of `stage` holds at its peak, by what they are for. The stages are those of `cuts`.
 
+    num_ranks: of the pipeline; None is one stage a rank. Of several stages on a rank, each at its own peak.
     `overhead` is the device's own; the total is to be held against `memory_limit(device, training)`.
     """
     first, last = graph.bounds(cuts)[stage]
     samples = training.batch_size / (num_replicas * num_microbatches)
-    held = in_flight(schedule, stage, len(cuts) + 1, num_microbatches)
+    held = in_flight(schedule, stage, len(cuts) + 1, num_microbatches, num_ranks=num_ranks)
     items = interval_memory(graph, training, first, last, samples=samples, held=held, replicated=num_replicas > 1)
     return MemoryItems(**{name: math.ceil(value) for name, value in items.items()}, overhead=device.overhead_bytes)
 

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from partitioner.display import Shown
 from partitioner.errors import ArgumentError
 from partitioner.profiles import Profile, read_checked, write_whole
+from partitioner.schedule import placement
 from partitioner.specs import Bytes, Cluster, Frozen, ScheduleName, Seconds, Training
 
 FORMAT_VERSION: Final = 1
@@ -43,13 +44,16 @@ class Stage(Frozen):
     index: int
     layers: Annotated[tuple[str, ...], Field(min_length=1)]
     ranks: tuple[int, ...]
-    """One a replica, in replica order."""
+    """One a replica, in replica order. Stages of one pipeline rank name the same ones."""
     recompute: bool = False
     shard: Literal["none"] = "none"
 
 
 class StagePrediction(Frozen):
-    """One stage's share of a step, on its slowest replica; compute + communication + idle = the step."""
+    """One stage's share of a step, on its slowest replica; compute + communication + idle = the step.
+
+    Where a rank has several stages, those of them all add up to the step, its idle time in equal parts.
+    """
 
     forward_s: Seconds
     """One micro-batch."""
@@ -120,6 +124,7 @@ class Plan(Shown, Frozen):
     cluster: Cluster
     training: Training
     mesh: dict[str, int]
+    """pp: ranks of one pipeline; dp: replicas of it."""
     schedule: ScheduleName
     num_microbatches: Annotated[int, Field(ge=1)]
     """A replica."""
@@ -143,11 +148,17 @@ class Plan(Shown, Frozen):
                 f"the stages hold {len(placed)} layers, the profile has {len(ids)}"
                 + (f"; not placed: {', '.join(lost[:5])}" if lost else "; the order differs")
             )
-        ranks = sorted(rank for stage in self.stages for rank in stage.ranks)
+        by_place = list(dict.fromkeys(stage.ranks for stage in self.stages))
+        ranks = sorted(rank for some in by_place for rank in some)
         if ranks != list(range(len(ranks))) or len(ranks) > self.cluster.num_devices:
             raise ValueError(f"ranks {ranks} are not 0 to {len(ranks) - 1} of {self.cluster.num_devices} devices")
-        if self.mesh.get("pp") != len(self.stages) or any(len(s.ranks) != self.mesh.get("dp") for s in self.stages):
+        if self.mesh.get("pp") != len(by_place) or any(len(some) != self.mesh.get("dp") for some in by_place):
             raise ValueError(f"mesh {self.mesh} does not match {len(self.stages)} stages of the ranks listed")
+        places = placement(self.schedule, len(self.stages), len(by_place))
+        if self.placement != places:
+            raise ValueError(
+                f"{self.schedule} runs its stages on the pipeline's ranks {places}, the plan has {self.placement}"
+            )
         return self
 
     @property
@@ -159,9 +170,19 @@ class Plan(Shown, Frozen):
         return self.mesh["dp"]
 
     @property
+    def stages_per_rank(self) -> int:
+        return self.num_stages // self.mesh["pp"]
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """By stage, which rank of its pipeline runs it, 0 to pp - 1."""
+        by_place = list(dict.fromkeys(stage.ranks for stage in self.stages))
+        return tuple(by_place.index(stage.ranks) for stage in self.stages)
+
+    @property
     def num_ranks(self) -> int:
         """Devices used; it can be fewer than the cluster has, and `why` says so then."""
-        return self.num_stages * self.num_replicas
+        return self.mesh["pp"] * self.num_replicas
 
     @property
     def microbatch_samples(self) -> int:

@@ -1,64 +1,52 @@
-"""Who runs what in which order: a schedule is one list of actions a rank, made here, checked here, printed as a grid.
+"""The named schedules: for each rank of a pipeline, the order of its actions.
 
-An action needs what flows into it: a forward needs the forward of the stages it receives from, a backward needs its own
-forward and the backward of the stages it sent to. These edges between stages are a chain unless the caller says
-otherwise; a model with skips or branches has others. Where a stage runs is read off the lists; a rank may run several.
+For equal stages, with F, I and W the seconds of a forward and of the two parts of a backward on all stages of a rank
+together; p ranks, v stages on each, m micro-batches:
+
+    name             paper                                  bubble, seconds              a rank holds, x 1/v at most
+    gpipe            Huang et al. 2019                      (p - 1) (F + I + W)          v m
+    1f1b             Narayanan et al. 2021, PipeDream-Flush (p - 1) (F + I + W)          p - rank
+    interleaved      Narayanan et al. 2021, Megatron-LM     (p - 1) (F + I + W) / v      p (v + 1) - 2 rank - 1
+    zero-bubble      Qi et al. 2024, ZB-H1                  (p - 1) (F + I - W)          p
+    zero-bubble-h2   Qi et al. 2024, ZB-H2                  (p - 1) (F + I - 2 W)        2 p - 1
+    zero-bubble-v    Qi et al. 2024, ZB-V                   0 where F = I = W            2 p, v = 2
+
+The last two bubbles are those of steps that follow one another without a barrier: each rank is as long at work as the
+others, but the last one starts (p - 1) F after the first.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import NamedTuple, NoReturn
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
 
+from partitioner.actions import Action, most_held
 from partitioner.errors import ArgumentError
-from partitioner.specs import ScheduleName
+from partitioner.specs import SCHEDULES, ScheduleName
+
+SPLIT_BACKWARD: tuple[ScheduleName, ...] = ("zero-bubble", "zero-bubble-h2", "zero-bubble-v")
+"""Those that run a backward in two parts, I and W."""
 
 
-class Action(NamedTuple):
-    """One stage's work on one micro-batch: F is forward, B is backward.
+def build_schedule(
+    name: ScheduleName, num_stages: int, num_microbatches: int, *, num_ranks: int | None = None
+) -> tuple[tuple[Action, ...], ...]:
+    """The order of actions on each rank of one replica. `placement` says which rank runs which stages.
 
-    >>> str(Action(2, "F", 0)), Action.parse("12B7")
-    ('2F0', Action(stage=12, kind='B', microbatch=7))
-    """
+    "gpipe": all forwards, then all backwards; every stage holds all m micro-batches. The backwards go in the order of
+    the forwards: each schedule then adds up gradients in the order in which one device would, to the last bit, and
+    every edge carries its messages in one order. Time and memory are those of the reversed order.
 
-    stage: int
-    kind: str
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.microbatch}"
-
-    @classmethod
-    def parse(cls, text: str) -> Action:
-        """The action that `str` wrote; anything else is an ArgumentError."""
-        found = re.fullmatch(r"([0-9]+)([FB])([0-9]+)", text, re.ASCII)
-        if found is None:
-            raise ArgumentError(f"cannot read the action {text!r}: write stage, F or B, micro-batch, as in '2F0'")
-        return cls(int(found[1]), found[2], int(found[3]))
-
-
-Orders = Sequence[Sequence[Action]]
-"""What each rank runs, in order."""
-Edges = Collection[tuple[int, int]]
-"""(source, target): stages between which every micro-batch's tensors go forward and their gradients come back."""
-
-
-def build_schedule(name: ScheduleName, num_stages: int, num_microbatches: int) -> tuple[tuple[Action, ...], ...]:
-    """The order of actions on each rank of one replica; rank r runs stage r.
-
-    "gpipe" (Huang et al. 2019): all forwards, then all backwards; every stage holds all m micro-batches. The backwards
-    go in the order of the forwards: each schedule then adds up gradients in the order in which one device would, to the
-    last bit, and every edge carries its messages in one order. Time and memory are those of the reversed order.
-
+    >>> from partitioner.actions import grid
     >>> print(grid(build_schedule("gpipe", 3, 3)))
     t         0    1    2    3    4    5    6    7    8    9
     rank 0  0F0  0F1  0F2    .    .    .    .  0B0  0B1  0B2
     rank 1    .  1F0  1F1  1F2    .    .  1B0  1B1  1B2
     rank 2    .    .  2F0  2F1  2F2  2B0  2B1  2B2
 
-    "1f1b" (PipeDream-Flush, Narayanan et al. 2021): stage s of p runs p - s - 1 forwards to warm up, then one forward
-    and one backward in turn, then the backwards left. As long as gpipe when stages are equal, but holds p - s at most.
+    "1f1b": stage s runs p - s - 1 forwards to warm up, then one forward and one backward in turn, then the backwards
+    left. As long as gpipe when stages are equal, but holds p - s at most.
 
     >>> print(grid(build_schedule("1f1b", 3, 3)))
     t         0    1    2    3    4    5    6    7    8    9
@@ -66,239 +54,210 @@ def build_schedule(name: ScheduleName, num_stages: int, num_microbatches: int) -
     rank 1    .  1F0  1F1    .  1B0  1F2  1B1    .  1B2
     rank 2    .    .  2F0  2B0  2F1  2B1  2F2  2B2
 
-    Counts below 1 and unknown names are an ArgumentError.
+    "interleaved": 1f1b with several stages a rank, each 1/v as long, so that pipelines fill and drain v times faster.
+    A rank runs a round of about p micro-batches through each of its stages in turn. The rounds are equal, or differ by
+    one micro-batch; p divides m where the bubble is to be the least.
+
+    >>> print(grid(build_schedule("interleaved", 4, 2, num_ranks=2)))
+    t         0    1    2    3    4    5    6    7    8    9
+    rank 0  0F0  0F1  2F0  2F1    .  2B0    .  2B1  0B0  0B1
+    rank 1    .  1F0  1F1  3F0  3B0  3F1  3B1  1B0  1B1
+
+    "zero-bubble": a backward in two parts; what the stage before does not wait for fills the gaps. Held until its W, a
+    stage has p micro-batches. Several stages a rank are interleaved.
+
+    >>> print(grid(build_schedule("zero-bubble", 3, 4)))
+    t         0    1    2    3    4    5    6    7    8    9   10   11   12   13
+    rank 0  0F0  0F1  0F2    .    .  0I0  0W0  0F3  0I1  0W1  0I2  0W2  0I3  0W3
+    rank 1    .  1F0  1F1    .  1I0  1F2  1I1  1W0  1F3  1I2  1W1  1I3  1W2  1W3
+    rank 2    .    .  2F0  2I0  2F1  2I1  2F2  2I2  2W0  2F3  2I3  2W1  2W2  2W3
+
+    "zero-bubble-h2": the same with about twice the micro-batches in flight, and no gap between the first and the last
+    action of a rank.
+
+    >>> print(grid(build_schedule("zero-bubble-h2", 2, 4)))
+    t         0    1    2    3    4    5    6    7    8    9   10   11   12
+    rank 0  0F0  0F1  0F2  0I0  0W0  0F3  0I1  0W1  0I2  0W2  0I3  0W3
+    rank 1    .  1F0  1I0  1F1  1I1  1F2  1I2  1W0  1F3  1I3  1W1  1W2  1W3
+
+    "zero-bubble-v": two stages a rank, the second half of them on the ranks in reverse: the last stage is beside the
+    first, and backwards begin where forwards did. Held until its W, a rank has 2 p, as many layers as 1f1b.
+
+    >>> print(grid(build_schedule("zero-bubble-v", 4, 3)))
+    t         0    1    2    3    4    5    6    7    8    9   10   11   12   13   14   15   16   17   18
+    rank 0  0F0  0F1  0F2  3F0  3I0  3W0  3F1  3I1  3W1  0I0  0W0  3F2  3I2  3W2  0I1  0W1  0I2  0W2
+    rank 1    .  1F0  2F0  1F1  2F1  2I0  2W0  1F2  1I0  1W0  2F2  2I1  2W1  1I1  2I2  1I2  1W1  2W2  1W2
+
+    num_ranks: None is one stage a rank; two under zero-bubble-v. Fewer micro-batches than stages leave ranks idle, but
+    every schedule runs them. Unknown names, and counts below 1 or that do not fit the schedule, are an ArgumentError.
     """
-    _check_counts(num_stages, num_microbatches)
+    places = placement(name, num_stages, num_ranks)
+    if num_microbatches < 1:
+        raise ArgumentError(f"a schedule needs at least one micro-batch, got {num_microbatches}")
+    p, m = 1 + max(places), num_microbatches
+    if name == "zero-bubble-v":
+        return tuple(_v_order(rank, p, m) for rank in range(p))
+    rounds = [m] if name == "gpipe" else _rounds(m, p)
     orders = []
-    for stage in range(num_stages):
-        forwards = [Action(stage, "F", k) for k in range(num_microbatches)]
-        backwards = [Action(stage, "B", k) for k in range(num_microbatches)]
-        ahead = in_flight(name, stage, num_stages, num_microbatches)
-        steady = [action for pair in zip(forwards[ahead:], backwards, strict=False) for action in reversed(pair)]
-        orders.append((*forwards[:ahead], *steady, *backwards[num_microbatches - ahead :]))
+    for rank in range(p):
+        own = range(rank, num_stages, p)
+        forwards = [(stage, k) for some in _slices(rounds) for stage in own for k in some]
+        backwards = [(stage, k) for some in _slices(rounds) for stage in reversed(own) for k in some]
+        later = (len(own) - 1) * rounds[0]
+        match name:
+            case "gpipe":
+                order = _woven(forwards, backwards, len(forwards))
+            case "1f1b":
+                order = _woven(forwards, backwards, p - 1 - rank)
+            case "interleaved":
+                order = _woven(forwards, backwards, later + 2 * (p - 1 - rank))
+            case "zero-bubble":
+                order = _woven(forwards, backwards, later + p - 1 - rank, rank)
+            case "zero-bubble-h2":
+                order = _woven(forwards, backwards, 2 * (p - 1 - rank), 2 * rank)
+        orders.append(order)
     return tuple(orders)
 
 
-def forward_only(num_stages: int, num_microbatches: int) -> tuple[tuple[Action, ...], ...]:
+def forward_only(
+    num_stages: int, num_microbatches: int, *, num_ranks: int | None = None
+) -> tuple[tuple[Action, ...], ...]:
     """Inference: micro-batches flow through the stages, nothing comes back. One micro-batch: plain model parallelism.
 
+    >>> from partitioner.actions import grid
     >>> print(grid(forward_only(3, 2)))
     t         0    1    2    3
     rank 0  0F0  0F1
     rank 1    .  1F0  1F1
     rank 2    .    .  2F0  2F1
     """
-    _check_counts(num_stages, num_microbatches)
-    return tuple(tuple(Action(stage, "F", k) for k in range(num_microbatches)) for stage in range(num_stages))
+    orders = build_schedule("gpipe", num_stages, num_microbatches, num_ranks=num_ranks)
+    return tuple(tuple(action for action in order if action.kind == "F") for order in orders)
 
 
-def in_flight(name: ScheduleName, stage: int, num_stages: int, num_microbatches: int) -> int:
-    """Micro-batches whose activations a stage holds at its peak: m under gpipe, min(p - stage, m) under 1f1b.
+def placement(name: ScheduleName, num_stages: int, num_ranks: int | None = None) -> tuple[int, ...]:
+    """The rank that runs each stage; None: one stage a rank, two under zero-bubble-v.
+
+    >>> placement("interleaved", 6, 3), placement("zero-bubble-v", 6)
+    ((0, 1, 2, 0, 1, 2), (0, 1, 2, 2, 1, 0))
+    """
+    if name not in SCHEDULES:
+        raise ArgumentError(f"there is no schedule {name!r}: choose {', '.join(map(repr, SCHEDULES))}")
+    if num_ranks is None:
+        num_ranks = num_stages // 2 if name == "zero-bubble-v" else num_stages
+    if num_stages < 1 or num_ranks < 1 or num_stages % num_ranks:
+        raise ArgumentError(
+            f"a schedule needs at least one stage and as many stages on each rank, got {num_stages} stages on "
+            f"{num_ranks} ranks"
+        )
+    each = num_stages // num_ranks
+    if name in ("1f1b", "zero-bubble-h2") and each > 1:
+        raise ArgumentError(f"{name} runs one stage a rank, got {num_stages} on {num_ranks} ranks: use 'interleaved'")
+    if name == "interleaved" and each == 1:
+        raise ArgumentError(f"interleaved needs 2 or more stages a rank, got {num_stages} on {num_ranks}: use '1f1b'")
+    if name == "zero-bubble-v":
+        if each != 2:
+            raise ArgumentError(f"zero-bubble-v needs 2 stages a rank, got {num_stages} on {num_ranks} ranks")
+        return (*range(num_ranks), *reversed(range(num_ranks)))
+    return tuple(stage % num_ranks for stage in range(num_stages))
+
+
+def in_flight(
+    name: ScheduleName, stage: int, num_stages: int, num_microbatches: int, *, num_ranks: int | None = None
+) -> int:
+    """Micro-batches whose activations a stage holds at its peak, from their forward until the end of their backward.
+
+    gpipe m, 1f1b min(p - stage, m), zero-bubble with one stage a rank min(p, m) and zero-bubble-h2 min(2 p - 1, m);
+    else counted on the lists. The stages of one rank need not have their peaks at the same time.
 
     >>> [in_flight("1f1b", stage, 4, 8) for stage in range(4)]
     [4, 3, 2, 1]
     """
-    if name == "gpipe":
-        return num_microbatches
-    if name == "1f1b":
-        return min(num_stages - stage, num_microbatches)
-    raise ArgumentError(f"there is no schedule {name!r}: choose 'gpipe' or '1f1b'")
+    if num_ranks in (None, num_stages):
+        if name == "gpipe":
+            return num_microbatches
+        if name == "1f1b":
+            return min(num_stages - stage, num_microbatches)
+    return _most_held(name, num_stages, num_microbatches, num_ranks)[stage]
 
 
-def chain(num_stages: int) -> tuple[tuple[int, int], ...]:
-    """The edges of a model without skips: each stage feeds the next.
+@lru_cache(maxsize=256)
+def _most_held(name: ScheduleName, num_stages: int, num_microbatches: int, num_ranks: int | None) -> dict[int, int]:
+    return most_held(build_schedule(name, num_stages, num_microbatches, num_ranks=num_ranks))
 
-    >>> chain(3)
-    ((0, 1), (1, 2))
+
+Work = tuple[int, int]
+"""Stage and micro-batch."""
+
+
+def _woven(
+    forwards: Sequence[Work], backwards: Sequence[Work], ahead: int, behind: int | None = None
+) -> tuple[Action, ...]:
+    """`ahead` forwards, then a forward and a backward in turn, then the backwards left.
+
+    behind: a backward is I and W, and each W stands right after the I of `behind` backwards later. None: it is whole.
     """
-    return tuple((stage, stage + 1) for stage in range(num_stages - 1))
+    order = [Action(stage, "F", k) for stage, k in forwards[:ahead]]
+    for j, (stage, k) in enumerate(backwards):
+        if j + ahead < len(forwards):
+            order.append(Action(forwards[j + ahead][0], "F", forwards[j + ahead][1]))
+        order.append(Action(stage, "B" if behind is None else "I", k))
+        if behind is not None and j >= behind:
+            order.append(Action(backwards[j - behind][0], "W", backwards[j - behind][1]))
+    if behind is not None:
+        order += [Action(stage, "W", k) for stage, k in backwards[max(0, len(backwards) - behind) :]]
+    return tuple(order)
 
 
-def walk(orders: Orders, edges: Edges | None = None) -> Iterator[tuple[int, Action]]:
-    """Every (rank, action) after all that it needs, each rank in its own order; O(actions x edges a stage).
+def _v_order(rank: int, p: int, m: int) -> tuple[Action, ...]:
+    """One rank of zero-bubble-v, in phases that hold from 2 p - 1 micro-batches on; of fewer, those there are."""
+    down, up, most = rank, 2 * p - 1 - rank, max(m, 2 * p - 1)
+    order: list[Action] = []
+    done: Counter[tuple[int, str]] = Counter()
 
-    `edges` None is a chain. Sends do not block. It ends early where every rank left waits for another: what has not
-    been yielded by then can never run.
-    """
-    needs = _Needs(orders, edges)
-    position = [0] * len(orders)
-    done: set[tuple[int, str, int]] = set()
-    waiting: dict[tuple[int, str, int], list[int]] = {}
-    awake = list(reversed(range(len(orders))))
-    while awake:
-        rank = awake.pop()
-        order = orders[rank]
-        for at in range(position[rank], len(order)):
-            action = order[at]
-            missing = needs.first_missing(action, done)
-            if missing is not None:
-                waiting.setdefault(missing, []).append(rank)
-                position[rank] = at
-                break
-            yield rank, action
-            done.add(action)
-            if action in waiting:
-                awake.extend(waiting.pop(action))
-
-
-class _Needs:
-    """What an action waits for, in the same micro-batch: a backward's own forward, and the messages it receives."""
-
-    def __init__(self, orders: Orders, edges: Edges | None) -> None:
-        num_stages = 1 + max((action.stage for order in orders for action in order), default=-1)
-        self.table: dict[tuple[int, str], list[tuple[int, str]]] = {}
-        for stage in range(num_stages):
-            self.table[stage, "F"], self.table[stage, "B"] = [], [(stage, "F")]
-        for source, target in sorted(chain(num_stages) if edges is None else edges):
-            if not 0 <= source < target < num_stages:
-                raise ArgumentError(f"the edge {source} -> {target} does not go forward within {num_stages} stages")
-            self.table[target, "F"].append((source, "F"))
-            self.table[source, "B"].append((target, "B"))
-
-    def first_missing(self, action: Action, done: Collection[tuple[int, str, int]]) -> tuple[int, str, int] | None:
-        stage, kind, k = action
-        for other, other_kind in self.table[stage, kind]:
-            if (other, other_kind, k) not in done:
-                return other, other_kind, k
-        return None
-
-    def of(self, action: Action) -> list[Action]:
-        return [Action(stage, kind, action.microbatch) for stage, kind in self.table[action.stage, action.kind]]
-
-    def received(self, action: Action) -> list[Action]:
-        return [need for need in self.of(action) if need.stage != action.stage]
-
-    def receivers(self, action: Action) -> list[Action]:
-        """The actions that wait for this one's message."""
-        other = "B" if action.kind == "F" else "F"  # what it sends forward comes back from there, and the reverse
-        stages = [stage for stage, kind in self.table[action.stage, other] if kind == other]
-        return [Action(stage, action.kind, action.microbatch) for stage in stages]
-
-
-def check_schedule(orders: Orders, edges: Edges | None = None) -> None:
-    """Prove that these lists can run and lose nothing; otherwise an ArgumentError, with the fault marked on the grid.
-
-    - every stage, 0 to p - 1, is on one rank, and runs every micro-batch once: forward, and backward if any stage does;
-    - no rank waits in a circle, given that sends do not block;
-    - on each directed edge between two ranks, messages are received in the order in which they are sent.
-    """
-    _check_complete(orders)
-    needs = _Needs(orders, edges)
-    done = {action for _, action in walk(orders, edges)}
-    stuck = [(rank, action) for rank, order in enumerate(orders) for action in order if action not in done]
-    heads = dict(reversed(stuck))
-    if heads:
-        waits = [
-            f"rank {rank} waits at {action} for {next(need for need in needs.of(action) if need not in done)}"
-            for rank, action in sorted(heads.items())
-        ]
-        _fail("no rank can go on: " + ", ".join(waits[:8]), orders, edges, heads.values())
-    _check_pairing(orders, edges, needs)
-
-
-def _check_complete(orders: Orders) -> None:
-    rank_of: dict[int, int] = {}
-    seen: set[Action] = set()
-    for rank, order in enumerate(orders):
-        for action in order:
-            if action in seen:
-                _fail(f"{action} is there twice", orders, None, [action])
-            seen.add(action)
-            if rank_of.setdefault(action.stage, rank) != rank:
-                _fail(f"stage {action.stage} is on ranks {rank_of[action.stage]} and {rank}", orders, None, [action])
-    if not seen:
-        raise ArgumentError("the schedule is empty: it needs at least one action")
-    num_microbatches = 1 + max(action.microbatch for action in seen)
-    kinds = "FB" if any(action.kind == "B" for action in seen) else "F"
-    for stage in range(1 + max(rank_of)):
+    def run(stage: int, kinds: str) -> None:
         for kind in kinds:
-            for microbatch in range(num_microbatches):
-                lost = Action(stage, kind, microbatch)
-                if lost not in seen:
-                    _fail(f"{lost} is missing", orders, None, [a for a in seen if a[::2] == lost[::2]])
+            order.append(Action(stage, kind, done[stage, kind]))
+            done[stage, kind] += 1
+
+    for _ in range(2 * (p - rank) - 1):  # until the first micro-batch has come down and back up to this rank
+        run(down, "F")
+    for _ in range(rank):
+        run(up, "F")
+        run(down, "F")
+    for _ in range(p - rank):  # until its gradient has come down and back up
+        run(up, "FIW")
+    while done[up, "F"] < most:
+        if done[down, "F"] < most:
+            run(down, "F")
+        run(down, "IW")
+        run(up, "FIW")
+    for _ in range(rank):  # what is left is no longer held up by W
+        run(down, "I")
+        run(up, "I")
+    for _ in range(p - rank):
+        run(down, "IW")
+    while done[up, "W"] < most:
+        run(up, "W")
+    while done[down, "W"] < most:
+        run(down, "W")
+    return tuple(action for action in order if action.microbatch < m)
 
 
-def _check_pairing(orders: Orders, edges: Edges | None, needs: _Needs) -> None:
-    """Compare, on each directed edge between ranks, the messages as sent with the messages as awaited."""
-    rank_of = {action.stage: rank for rank, order in enumerate(orders) for action in order}
-    sent: dict[tuple[int, int], list[tuple[Action, Action]]] = {}
-    awaited: dict[tuple[int, int], list[tuple[Action, Action]]] = {}
-    for rank, order in enumerate(orders):
-        for action in order:
-            for source in needs.received(action):
-                awaited.setdefault((rank_of[source.stage], rank), []).append((source, action))
-            for target in needs.receivers(action):
-                sent.setdefault((rank, rank_of[target.stage]), []).append((action, target))
-    for (first, second), messages in sent.items():
-        for k, (message, expected) in enumerate(zip(messages, awaited[first, second], strict=True)):
-            if message != expected and first != second:
-                _fail(
-                    f"message {k} from rank {first} to rank {second} is {message[0]} for {message[1]}, "
-                    f"but rank {second} then waits for {expected[0]}",
-                    orders,
-                    edges,
-                    [message[0], expected[1]],
-                )
+def _rounds(m: int, p: int) -> list[int]:
+    """m micro-batches in rounds of p, or a few more where p does not divide m; longer ones first.
 
-
-def grid(
-    orders: Orders, edges: Edges | None = None, *, marked: Collection[Action] = (), max_columns: int | None = None
-) -> str:
-    """The schedule as a picture: a row a rank, a column a time slot when every action takes one slot.
-
-    `marked` actions stand in brackets. Actions that can never run follow at the end of their rank's row. With
-    `max_columns`, only that many slots, and half as many ranks, around the first mark.
+    >>> _rounds(8, 4), _rounds(11, 4), _rounds(3, 4)
+    ([4, 4], [6, 5], [3])
     """
-    rows = _slots(orders, edges)
-    num_slots = max((1 + max(row) for row in rows if row), default=0)
-    columns, ranks = range(num_slots), range(len(rows))
-    if max_columns is not None:
-        place = next(((r, t) for r, row in enumerate(rows) for t, a in row.items() if a in marked), (0, 0))
-        columns = _window(num_slots, place[1], max_columns)
-        ranks = _window(len(rows), place[0], max_columns // 2)
-    cells = {
-        (rank, slot): f"[{action}]" if action in marked else str(action)
-        for rank in ranks
-        for slot, action in rows[rank].items()
-        if slot in columns
-    }
-    width = max(map(len, [*cells.values(), str(num_slots)])) + 2
-    label = len(f"rank {len(rows) - 1}")
-    lines = ["t".ljust(label) + "".join(str(slot).rjust(width) for slot in columns)]
-    for rank in ranks:
-        last = max((slot for slot in rows[rank] if slot in columns), default=-1)
-        line = "".join(cells.get((rank, slot), ".").rjust(width) for slot in columns if slot <= last)
-        lines.append(f"rank {rank}".ljust(label) + line)
-    return "\n".join(lines)
+    count = max(1, m // p)
+    return [m // count + (k < m % count) for k in range(count)]
 
 
-def _slots(orders: Orders, edges: Edges | None) -> list[dict[int, Action]]:
-    rows: list[dict[int, Action]] = [{} for _ in orders]
-    needs = _Needs(orders, edges)
-    end: dict[Action, int] = {}
-    free = [0] * len(orders)
-    for rank, action in walk(orders, edges):
-        slot = max([free[rank], *(end[need] for need in needs.of(action))])
-        rows[rank][slot] = action
-        end[action] = free[rank] = slot + 1
-    stuck = max(free, default=0)
-    for row, order in zip(rows, orders, strict=True):
-        row.update(enumerate(order[len(row) :], start=stuck))
-    return rows
-
-
-def _window(length: int, center: int, size: int) -> range:
-    first = max(0, min(center - size // 2, length - size))
-    return range(first, min(length, first + size))
-
-
-def _fail(what: str, orders: Orders, edges: Edges | None, marked: Iterable[Action]) -> NoReturn:
-    picture = grid(orders, edges, marked=set(marked), max_columns=20)
-    raise ArgumentError(f"this schedule cannot be run: {what}\n{picture}")
-
-
-def _check_counts(num_stages: int, num_microbatches: int) -> None:
-    if num_stages < 1 or num_microbatches < 1:
-        raise ArgumentError(
-            f"a schedule needs at least one stage and one micro-batch, got {num_stages} and {num_microbatches}"
-        )
+def _slices(rounds: Sequence[int]) -> list[range]:
+    """The micro-batches of each round."""
+    first, slices = 0, []
+    for size in rounds:
+        slices.append(range(first, first + size))
+        first += size
+    return slices

@@ -20,11 +20,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from partitioner.actions import KINDS, Action, Orders, chain, check_schedule, walk
 from partitioner.errors import ArgumentError
 from partitioner.graph import CostGraph
 from partitioner.memory import memory_limit, stage_memory
 from partitioner.plan import LostEfficiency, Plan, Prediction, StagePrediction
-from partitioner.schedule import Action, Orders, build_schedule, chain, check_schedule, in_flight, walk
+from partitioner.schedule import build_schedule, in_flight, placement
 from partitioner.specs import Cluster, ScheduleName, Training
 from partitioner.timeline import Span, Timeline
 
@@ -38,6 +39,22 @@ class StageCost:
     sync_s: float = 0.0
     """Gradients reduced after the last backward: over replicas, and over the owners of shared parameters."""
     optimizer_s: float = 0.0
+    backward_input_s: float | None = None
+    """Of a backward in two parts, the one that the stage before waits for; None: half of `backward_s`."""
+    backward_weight_s: float | None = None
+    """The other one; None: what is left of `backward_s`. Two parts may take longer than the whole."""
+
+    def seconds(self, kind: str) -> float:
+        """Of an action of that kind.
+
+        >>> [StageCost(1.0, 3.0, backward_input_s=2.0).seconds(kind) for kind in "FBIW"]
+        [1.0, 3.0, 2.0, 1.0]
+        """
+        if kind in "FB":
+            return self.forward_s if kind == "F" else self.backward_s
+        input_s = self.backward_s / 2 if self.backward_input_s is None else self.backward_input_s
+        weight_s = max(0.0, self.backward_s - input_s) if self.backward_weight_s is None else self.backward_weight_s
+        return input_s if kind == "I" else weight_s
 
 
 @dataclass(frozen=True)
@@ -108,16 +125,21 @@ def simulate(
     schedule: ScheduleName | None = None,
 ) -> Timeline:
     """The plan's step on all its ranks; or what the same stages would do on another cluster, with other micro-batches
-    a replica, or under another schedule.
+    a replica, or under another schedule that puts them on the same ranks.
     """
+    name = schedule or plan.schedule
+    if placement(name, plan.num_stages, plan.mesh["pp"]) != plan.placement:
+        raise ArgumentError(
+            f"{name} puts the {plan.num_stages} stages on other ranks than this plan does: make a plan for {name}"
+        )
     cluster = cluster or plan.cluster
     num_microbatches = plan.num_microbatches if microbatches is None else microbatches
     graph = CostGraph.from_profile(plan.profile)
     cuts = [graph.position[stage.layers[0]] for stage in plan.stages[1:]]
     ranks = [stage.ranks for stage in plan.stages]
     replicas = replica_costs(graph, cluster, plan.training, num_microbatches=num_microbatches, cuts=cuts, ranks=ranks)
-    orders = build_schedule(schedule or plan.schedule, len(plan.stages), num_microbatches)
-    return _play(_steps(orders, _edges(replicas[0])), replicas, ranks)
+    orders = build_schedule(name, plan.num_stages, num_microbatches, num_ranks=plan.mesh["pp"])
+    return _play(_steps(orders, _edges(replicas[0])), replicas, list(dict.fromkeys(ranks)))
 
 
 def predict(
@@ -136,8 +158,9 @@ def predict(
 ) -> Prediction:
     """All figures of one split: its step, its speed against one device, each stage's share, and what was lost to what.
 
-    mesh: {"pp": stages, "dp": replicas}. num_microbatches: a replica. ranks: by stage, one a replica; None is
-    `place`. baseline: `single_device`'s answer, which is the same for all splits of a model; None computes it.
+    mesh: {"pp": ranks of a pipeline, "dp": replicas}; each rank has the same number of the stages that the cuts make.
+    num_microbatches: a replica. ranks: by stage, one a replica; None is `place`, on the ranks where the schedule has
+    them. baseline: `single_device`'s answer, which is the same for all splits of a model; None computes it.
 
     Lost efficiency compares the devices' time with the baseline's, through runs each idealised one step further:
 
@@ -154,30 +177,33 @@ def predict(
     each divided by T, so that they sum to 1 - (S + Z) / (D T) = 1 - efficiency. None but the last can be negative where
     the baseline's device is the fastest; that one is where the split allows larger micro-batches than one device holds.
     """
-    num_stages, num_replicas = len(cuts) + 1, mesh["dp"]
-    if mesh["pp"] != num_stages:
-        raise ArgumentError(f"the cuts {tuple(cuts)} make {num_stages} stages, but the mesh has pp={mesh['pp']}")
+    num_stages, num_places, num_replicas = len(cuts) + 1, mesh["pp"], mesh["dp"]
+    if num_stages % num_places:
+        raise ArgumentError(f"the cuts {tuple(cuts)} make {num_stages} stages, but the mesh has pp={num_places}")
+    place_of = placement(schedule, num_stages, num_places)
     if ranks is None:
-        ranks = place(cluster, num_stages, num_replicas)
+        by_place = place(cluster, num_places, num_replicas)
+        ranks = [by_place[at] for at in place_of]
     if baseline is None:
         baseline = single_device(graph, cluster, training, overhead_s=overhead_s)
     replicas = replica_costs(graph, cluster, training, num_microbatches=num_microbatches, cuts=cuts, ranks=ranks)
     # Replicas of equal cost do the same at the same time, so one stands for all of them.
     distinct = list(dict.fromkeys(replicas))
-    places = [[r * num_stages + stage for r in range(len(distinct))] for stage in range(num_stages)]
-    steps = _steps(build_schedule(schedule, num_stages, num_microbatches), _edges(distinct[0]))
+    places = [[r * num_places + at for r in range(len(distinct))] for at in range(num_places)]
+    orders = build_schedule(schedule, num_stages, num_microbatches, num_ranks=num_places)
+    steps = _steps(orders, _edges(distinct[0]))
     timeline = _play(steps, distinct, places, overhead_s=overhead_s, overlap=overlap)
     step_s, optimizer_s = timeline.step_s, timeline.optimizer_s
-    total_s, num_ranks = step_s + optimizer_s, num_stages * num_replicas
+    total_s, num_ranks = step_s + optimizer_s, num_places * num_replicas
     if step_s <= 0:
         raise ArgumentError("every layer of this profile takes 0 s: measure it, or give costs, before planning with it")
 
-    slowest = [max(row, key=timeline.busy_s) for row in places]
+    slowest = [max(places[at], key=timeline.busy_s) for at in place_of]
     samples = training.batch_size / (num_replicas * num_microbatches)
     moved = graph.transfers(cuts, samples)
     stages = []
     for stage, rank in enumerate(slowest):
-        replica = distinct[rank // num_stages]
+        replica = distinct[rank // num_places]
         memory = stage_memory(
             graph,
             training,
@@ -187,16 +213,17 @@ def predict(
             schedule=schedule,
             num_microbatches=num_microbatches,
             num_replicas=num_replicas,
+            num_ranks=num_places,
         )
         stages.append(
             StagePrediction(
                 forward_s=replica.stages[stage].forward_s,
                 backward_s=replica.stages[stage].backward_s,
-                compute_s=timeline.busy_s(rank),
-                communication_s=timeline.communication_s(rank),
-                idle_s=timeline.idle_s(rank),
+                compute_s=timeline.busy_s(rank, stage),
+                communication_s=timeline.communication_s(rank, stage),
+                idle_s=timeline.idle_s(rank) * num_places / num_stages,
                 send_bytes=math.ceil(sum(one.forward_bytes for one in moved if one.source == stage)),
-                in_flight=in_flight(schedule, stage, num_stages, num_microbatches),
+                in_flight=in_flight(schedule, stage, num_stages, num_microbatches, num_ranks=num_places),
                 memory=memory,
             )
         )
@@ -209,10 +236,11 @@ def predict(
     ]
     without_sync_s = max(max(_clock(steps, one, overhead_s, overlap).ends) for one in distinct)
     without_transfers_s = max(max(_clock(steps, one, overhead_s, overlap).ends) for one in free)
-    own_work_s = max(stage.compute_s for stage in stages)
+    own_work_s = max(map(timeline.busy_s, set(slowest)))
     costs = graph.at(samples)
     microbatch_s = float(costs.forward_s.sum() + costs.backward_s.sum()) / baseline.relative_speed
-    fair_work_s = num_microbatches * (microbatch_s / num_stages + 2 * overhead_s)
+    actions = sum(map(len, orders)) / (num_places * num_microbatches)
+    fair_work_s = num_microbatches * (microbatch_s / num_places + actions * overhead_s)
     lost_s = {
         "optimizer": optimizer_s - baseline.optimizer_s / num_ranks,
         "sync": step_s - without_sync_s,
@@ -378,9 +406,10 @@ def _clock(steps: Steps, replica: Replica, overhead_s: float, overlap: bool) -> 
     num_microbatches = 1 + max(action.microbatch for _, action in steps)
     seconds: dict[tuple[int, str], float] = {}
     for stage, cost in enumerate(replica.stages):
-        for kind, own_s in (("F", cost.forward_s), ("B", cost.backward_s)):
-            seconds[stage, kind] = own_s + overhead_s
+        for kind in KINDS:
+            seconds[stage, kind] = cost.seconds(kind) + overhead_s
             clock.incoming[stage, kind], clock.outgoing[stage, kind] = [], []
+        clock.incoming[stage, "I"], clock.outgoing[stage, "I"] = clock.incoming[stage, "B"], clock.outgoing[stage, "B"]
     for transfer in replica.transfers:
         for kind, first, second, own_s in (
             ("F", transfer.source, transfer.target, transfer.forward_s),
@@ -444,7 +473,7 @@ def _play(
                 if channel.seconds > 0:
                     spans.append(Span(rank, "send", stage, k, channel.left[k], channel.arrived[k]))
             free[rank] = end
-            if kind == "B":
+            if kind in ("B", "W"):
                 synced[stage] = pipeline_rank
     for stage, pipeline_rank in synced.items():
         sync_s = max(replica.stages[stage].sync_s for replica in replicas)

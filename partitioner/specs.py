@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from importlib.resources import files
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -14,7 +14,10 @@ from partitioner.errors import ArgumentError
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Bytes = Annotated[int, Field(ge=0)]
 
-ScheduleName = Literal["gpipe", "1f1b"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-h2", "zero-bubble-v"]
+SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
+EXECUTED: tuple[ScheduleName, ...] = ("gpipe", "1f1b")
+"""Schedules that the executor of this version runs, one stage a rank; the others can be predicted and compared."""
 Objective = Literal["train", "throughput", "latency"]
 
 

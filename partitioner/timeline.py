@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from partitioner.display import Shown
 
-COMPUTE = ("F", "B")
+COMPUTE = ("F", "B", "I", "W")
 COMMUNICATION = ("recv", "sync")
 
 
@@ -16,6 +16,7 @@ class Span(NamedTuple):
     """Something that took time. Kinds, and what they say about the rank:
 
         F, B        it computes the stage's forward or backward of the micro-batch
+        I, W        it computes a part of that backward: gradients of the inputs, gradients of the weights
         recv        it waits for tensors of the micro-batch that are on their way (before they were sent, it is idle)
         sync        it reduces the stage's gradients over replicas, or with other owners of a shared parameter
         optimizer   it updates the stage's parameters; after the step, not in it
@@ -62,13 +63,13 @@ class Timeline(Shown):
         """What the slowest rank's optimizer takes."""
         return max(self._seconds("optimizer"), default=0.0)
 
-    def busy_s(self, rank: int) -> float:
-        """Seconds that the rank computes, over the step."""
-        return self._busy_s[rank]
+    def busy_s(self, rank: int, stage: int | None = None) -> float:
+        """Seconds that the rank computes, over the step; `stage`: for that stage alone."""
+        return self._busy_s[rank] if stage is None else self._of_stage(COMPUTE).get((rank, stage), 0.0)
 
-    def communication_s(self, rank: int) -> float:
+    def communication_s(self, rank: int, stage: int | None = None) -> float:
         """Seconds that the rank waits for transfers and gradient sync, not hidden behind compute."""
-        return self._communication_s[rank]
+        return self._communication_s[rank] if stage is None else self._of_stage(COMMUNICATION).get((rank, stage), 0.0)
 
     def idle_s(self, rank: int) -> float:
         """Seconds of the step in which the rank has nothing to do."""
@@ -80,6 +81,19 @@ class Timeline(Shown):
         if not self.step_s:
             return 0.0
         return sum(map(self.idle_s, range(self.num_ranks))) / (self.num_ranks * self.step_s)
+
+    @cached_property
+    def _by_stage(self) -> dict[tuple[str, ...], dict[tuple[int, int], float]]:
+        totals: dict[tuple[str, ...], dict[tuple[int, int], float]] = {COMPUTE: {}, COMMUNICATION: {}}
+        for kinds, seconds in totals.items():
+            for span in self.spans:
+                if span.kind in kinds:
+                    key = (span.rank, span.stage)
+                    seconds[key] = seconds.get(key, 0.0) + span.end_s - span.start_s
+        return totals
+
+    def _of_stage(self, kinds: tuple[str, ...]) -> dict[tuple[int, int], float]:
+        return self._by_stage[kinds]
 
     @cached_property
     def _busy_s(self) -> list[float]:

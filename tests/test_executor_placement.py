@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.nn import functional as F
 
-from partitioner.errors import ArgumentError, PlanMismatchError
+from partitioner.errors import ArgumentError, NotBuiltError, PlanMismatchError
 from partitioner.executor import materialize
 from partitioner.executor.placement import Placement
 
@@ -185,6 +185,12 @@ def test_an_optimizer_made_too_early_is_refused_with_what_to_write() -> None:
     with pytest.raises(ArgumentError, match=r"torch\.optim\.Adam\(stage\.parameters\(\)"):
         materialize(plan, model)
     del optimizer
+
+
+def test_a_schedule_that_is_only_predicted_is_refused() -> None:
+    plan = plan_of(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.zeros(2, 4), schedule="zero-bubble")
+    with pytest.raises(NotBuiltError, match="zero-bubble with 1 stages a rank is predicted but not run"):
+        materialize(plan, nn.Linear(4, 4))
 
 
 def test_a_model_taken_over_already_is_refused_where_it_has_lost_its_values() -> None:

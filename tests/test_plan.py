@@ -35,7 +35,7 @@ def test_a_plan_file_stands_alone(tmp_path: Path) -> None:
     [
         ({"surprise": 1}, "surprise"),
         ({"version": 99}, "version"),
-        ({"schedule": "zero-bubble"}, "schedule"),
+        ({"schedule": "zero-bubbles"}, "schedule"),
         ({"num_microbatches": 0}, "num_microbatches"),
         ({"stages": []}, "stages"),
     ],
@@ -62,12 +62,24 @@ B = [f"block.{k}" for k in range(4)]
         ({"stages": stages((B[0], B[1]), (B[2],))}, "hold 3 layers, the profile has 4; not placed: block.3"),
         ({"stages": stages((B[1], B[0]), (B[2], B[3]))}, "the order differs"),
         ({"stages": stages((B[0], B[1]), (B[1], B[2], B[3]))}, "hold 5 layers"),
-        ({"stages": stages((B[0], B[1]), (B[2], B[3]), ranks=((0,), (0,)))}, r"ranks \[0, 0\]"),
+        ({"stages": stages((B[0], B[1]), (B[2], B[3]), ranks=((0,), (0,)))}, "mesh .* does not match 2 stages"),
         ({"stages": stages((B[0], B[1]), (B[2], B[3]), ranks=((0,), (2,)))}, r"ranks \[0, 2\]"),
         ({"cluster": given_cluster(1)}, "0 to 1 of 1 devices"),
         ({"mesh": {"pp": 1, "dp": 2}}, "mesh"),
         ({"mesh": {"pp": 2}}, "mesh"),
         ({"mesh": {"pp": 2, "dp": 2}}, "mesh"),
+        ({"schedule": "interleaved"}, "2 or more stages a rank, got 2 on 2"),
+        (
+            {
+                "schedule": "interleaved",
+                "stages": stages((B[0],), (B[1],), (B[2],), (B[3],), ranks=((0,), (1,), (1,), (0,))),
+            },
+            r"interleaved runs its stages on the pipeline's ranks \(0, 1, 0, 1\), the plan has \(0, 1, 1, 0\)",
+        ),
+        (
+            {"stages": stages((B[0],), (B[1],), (B[2],), (B[3],), ranks=((0,), (1,), (0,), (1,)))},
+            "1f1b runs one stage a rank",
+        ),
     ],
 )
 def test_a_plan_that_loses_layers_or_ranks_cannot_be_made(changes: dict[str, Any], said: str) -> None:
@@ -89,6 +101,14 @@ def test_replicas_share_the_batch_and_each_splits_its_part() -> None:
     )
     assert (plan.num_stages, plan.num_replicas, plan.num_ranks) == (2, 2, 4)
     assert plan.microbatch_samples * plan.num_microbatches * plan.num_replicas == 48
+
+
+def test_a_rank_may_have_several_stages() -> None:
+    each = [(name,) for name in B]
+    looped = given_plan(schedule="interleaved", stages=stages(*each, ranks=((0,), (1,), (0,), (1,))))
+    vee = given_plan(schedule="zero-bubble-v", stages=stages(*each, ranks=((1,), (0,), (0,), (1,))))
+    assert (looped.num_stages, looped.stages_per_rank, looped.num_ranks) == (4, 2, 2)
+    assert (looped.placement, vee.placement) == ((0, 1, 0, 1), (0, 1, 1, 0))
 
 
 def test_the_gap_is_what_the_whole_step_takes_above_the_bound() -> None:

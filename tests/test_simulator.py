@@ -6,11 +6,12 @@ import random
 import networkx as nx
 import pytest
 
+from partitioner.actions import Action, chain
 from partitioner.errors import ArgumentError
 from partitioner.graph import CostGraph
 from partitioner.plan import Plan, Stage
 from partitioner.profiles import Layer, LayerCost, Parameter, Profile, Tensor
-from partitioner.schedule import Action, build_schedule, chain, forward_only, in_flight
+from partitioner.schedule import build_schedule, forward_only, in_flight
 from partitioner.simulator import (
     Baseline,
     StageCost,
@@ -293,12 +294,12 @@ def cluster_of(num_devices, *, link=FREE, nodes=None, inter=None, speeds=None, m
     return Cluster(devices=devices, nodes=tuple(nodes or [0] * num_devices), intra=link, inter=inter or link)
 
 
-def prediction_of(profile, cluster, *, batch_size, cuts, m, dp=1, schedule="1f1b", **more):
+def prediction_of(profile, cluster, *, batch_size, cuts, m, dp=1, schedule="1f1b", pp=None, **more):
     return predict(
         CostGraph.from_profile(profile),
         cluster,
         Training(batch_size=batch_size),
-        mesh={"pp": len(cuts) + 1, "dp": dp},
+        mesh={"pp": pp or len(cuts) + 1, "dp": dp},
         schedule=schedule,
         num_microbatches=m,
         cuts=cuts,
@@ -318,6 +319,23 @@ def test_a_prediction_gives_the_published_figures(name, m, speedup, idle):
     assert found.lost.fill_drain == pytest.approx(idle, abs=5e-5)
     assert found.lost.total == pytest.approx(found.lost.fill_drain)
     assert [stage.in_flight for stage in found.stages] == [in_flight(name, s, 4, m) for s in range(4)]
+
+
+def test_a_prediction_with_several_stages_a_rank_counts_devices_not_stages():
+    """2 ranks, 4 micro-batches of 1 s there and 2 s back each: (p - 1) / (v m + p - 1) of the time is idle."""
+    profile, cluster = profile_of([1.0] * 8), cluster_of(2)
+    found = prediction_of(profile, cluster, batch_size=4, cuts=(2, 4, 6), m=4, pp=2, schedule="interleaved")
+    assert found.bubble_fraction == pytest.approx(1 / 9)
+    assert found.efficiency == pytest.approx(8 / 9)
+    assert found.speedup == pytest.approx(16 / 9)
+    assert [stage.in_flight for stage in found.stages] == [4, 3, 2, 1]
+    on_rank = [found.stages[0], found.stages[2]]
+    assert sum(one.compute_s + one.communication_s + one.idle_s for one in on_rank) == pytest.approx(found.step_s)
+    assert found.lost.total == pytest.approx(1 - found.efficiency)
+    alone = prediction_of(profile, cluster, batch_size=4, cuts=(4,), m=4)
+    assert found.step_s < alone.step_s
+    with pytest.raises(ArgumentError, match=r"the cuts .* make 4 stages, but the mesh has pp=3"):
+        prediction_of(profile, cluster_of(3), batch_size=4, cuts=(2, 4, 6), m=4, pp=3, schedule="interleaved")
 
 
 def test_a_slow_head_caps_the_speedup_for_any_number_of_microbatches():
@@ -443,6 +461,12 @@ def test_a_plan_can_be_simulated_otherwise_than_it_was_made():
     assert simulate(plan, cluster=cluster_of(2, speeds=[2.0, 2.0])).step_s == pytest.approx(simulate(plan).step_s / 2)
     order = [span.kind for span in simulate(plan, schedule="gpipe").spans if span.rank == 1 and span.kind in "FB"]
     assert order == ["F", "F", "B", "B"]
+    split = [
+        span.kind for span in simulate(plan, schedule="zero-bubble").spans if span.rank == 0 and span.kind in "FIW"
+    ]
+    assert split == ["F", "F", "I", "W", "I", "W"]
+    with pytest.raises(ArgumentError, match="2 or more stages a rank"):
+        simulate(plan, schedule="interleaved")
     with pytest.raises(ArgumentError, match="rank 1 has no device: the cluster has 1"):
         simulate(plan, cluster=cluster_of(1))
 

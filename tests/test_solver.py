@@ -11,7 +11,7 @@ from chains import LOTS, chain, cluster, random_chain
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from partitioner.errors import ArgumentError, InfeasibleError
+from partitioner.errors import ArgumentError, InfeasibleError, NotBuiltError
 from partitioner.graph import CostGraph
 from partitioner.memory import memory_limit, stage_memory
 from partitioner.schedule import in_flight
@@ -551,3 +551,8 @@ def test_a_thousand_layers_on_64_devices_take_seconds(schedule, memory_bytes):
     assert plan.num_ranks == 64
     assert plan.num_stages > 1  # a whole model does not fit
     assert plan.gap < 0.05
+
+
+def test_a_schedule_that_is_not_searched_is_refused_by_name():
+    with pytest.raises(NotBuiltError, match="schedule='zero-bubble' is simulated, but no split is searched"):
+        solve(chain([1.0] * 4), cluster(2), Training(batch_size=4, schedule="zero-bubble"))

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from partitioner.actions import Action
 from partitioner.errors import PartitionerError, RankError
 from partitioner.executor.mesh import Mesh
 from partitioner.executor.wire import PeerLost, peer_lost
-from partitioner.schedule import Action
 
 
 class _Walk(Protocol):

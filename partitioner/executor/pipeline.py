@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from partitioner.actions import Action
 from partitioner.executor.mesh import Mesh
 from partitioner.executor.randomness import Randomness
 from partitioner.executor.recorder import Recorder
@@ -22,7 +23,7 @@ from partitioner.executor.wire import Receiver, Sender, Tag
 from partitioner.losses import Loss
 from partitioner.microbatches import MicroBatch
 from partitioner.parts import Payload
-from partitioner.schedule import Action, build_schedule, forward_only
+from partitioner.schedule import build_schedule, forward_only
 from partitioner.slicing import Slice, SliceRun, backward_through, gradients_of
 from partitioner.structures import map_tensors
 

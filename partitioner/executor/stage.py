@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset, DistributedSampler
 
+from partitioner.actions import check_schedule
 from partitioner.errors import ArgumentError, NotBuiltError, SetupError
 from partitioner.executor.agreement import digest, refuse_differing
 from partitioner.executor.failures import Failures
@@ -25,8 +26,9 @@ from partitioner.executor.replicas import Replicas
 from partitioner.losses import Loss, LossFunction, LossWeight
 from partitioner.microbatches import BatchDims, Cutter, MicroBatch, as_call, join
 from partitioner.plan import Plan
-from partitioner.schedule import build_schedule, check_schedule
+from partitioner.schedule import build_schedule
 from partitioner.slicing import Slice
+from partitioner.specs import EXECUTED
 from partitioner.timeline import Timeline
 
 COMPARE_FIRST, COMPARE_EVERY = 2, 100
@@ -63,6 +65,11 @@ def materialize(
     """
     if not plan.runnable:
         raise NotBuiltError("this plan cannot be run by this version: " + " ".join(plan.why))
+    if plan.schedule not in EXECUTED or plan.stages_per_rank > 1:
+        raise NotBuiltError(
+            f"{plan.schedule} with {plan.stages_per_rank} stages a rank is predicted but not run by this version: "
+            f"plan with schedule={' or '.join(map(repr, EXECUTED))}"
+        )
     for stage in plan.stages:
         if stage.recompute:
             raise NotBuiltError(f"stage {stage.index} of the plan recomputes activations, which is not built yet")

@@ -7,7 +7,7 @@ from collections import defaultdict
 from partitioner.timeline import Span, Timeline
 
 LEGEND = (
-    "0-9 forward of that micro-batch (last digit)   a-z its backward (a is 0)\n"
+    "0-9 forward of that micro-batch (last digit)   a-z its backward (a is 0)   A-Z the part for weights\n"
     "~ waits for tensors   = gradient sync   + optimizer   . idle"
 )
 
@@ -45,8 +45,10 @@ def _letter(span: Span) -> str:
     match span.kind:
         case "F":
             return str(span.microbatch % 10)
-        case "B":
+        case "B" | "I":
             return chr(ord("a") + span.microbatch % 26)
+        case "W":
+            return chr(ord("A") + span.microbatch % 26)
         case "sync":
             return "="
         case "optimizer":

@@ -107,7 +107,15 @@ def _layers(profile: Profile) -> Table:
     return Table(headers, tuple(rows), wide=("layers", "class"), total=total)
 
 
-KINDS = {"F": "forward", "B": "backward", "recv": "waits", "sync": "sync", "optimizer": "optimizer"}
+KINDS = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward, inputs",
+    "W": "backward, weights",
+    "recv": "waits",
+    "sync": "sync",
+    "optimizer": "optimizer",
+}
 """Kinds of spans that take a rank's time, and their names in a table."""
 
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from partitioner.errors import ArgumentError
+from partitioner.errors import ArgumentError, NotBuiltError
 from partitioner.graph import CostGraph
 from partitioner.simulator import place
-from partitioner.specs import Cluster, ScheduleName, Training
+from partitioner.specs import EXECUTED, Cluster, ScheduleName, Training
 
 MOST_ACTIONS = 2**18
 """Settings chosen by us have at most this many actions a step; more micro-batches than that gain nothing."""
@@ -51,6 +51,11 @@ def check_request(graph: CostGraph, cluster: Cluster, training: Training) -> Non
     batch, most_stages = training.batch_size, len(graph.allowed_cuts) + 1
     fixed = _fixed(training)
     pp, dp = fixed.get("pp"), fixed.get("dp")
+    if training.schedule != "auto" and training.schedule not in EXECUTED:
+        raise NotBuiltError(
+            f"schedule={training.schedule!r} is simulated, but no split is searched for it in this version: "
+            f"use {', '.join(map(repr, EXECUTED))} or 'auto'"
+        )
     if (pp or 1) * (dp or 1) > cluster.num_devices:
         raise ArgumentError(
             f"the mesh {fixed} needs {(pp or 1) * (dp or 1)} devices, there are {cluster.num_devices}: "
