@@ -19,6 +19,10 @@ from partitioner.errors import ArgumentError
 from partitioner.profiles import Parameter, Profile, Tensor
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+MOST_CELLS = 2**21
+"""A table of sums may have so many numbers: 16 MiB."""
 
 
 class StageTransfer(NamedTuple):
@@ -46,42 +50,82 @@ class IntervalSum:
 
         total(first, last) = sum of amount over uses with  previous < first <= at < last
 
-    Three kinds of use make every query O(log n): `previous == -1` is a prefix sum, `previous == at - 1` counts for
-    `first == at` alone, and only the rest ("long": tied parameters, skip connections) needs a table, one row for each
-    distinct `previous`.
+    Three kinds of use keep every query short: `previous == -1` is a prefix sum, `previous == at - 1` counts for
+    `first == at` alone, and only the rest ("long": tied parameters, skip connections) needs more: a table with one row
+    for each distinct `previous` where that is small, O(log n) a query, and elsewhere `_Dominance`, O(log^2 n).
 
     >>> tied = IntervalSum(3, [Use(0, -1, 10.0), Use(2, 0, 10.0)])     # one parameter of 10, used by layers 0 and 2
     >>> [float(tied(first, last)) for first, last in ((0, 1), (0, 3), (1, 2), (2, 3))]
     [10.0, 10.0, 0.0, 10.0]
     """
 
-    def __init__(self, num_layers: int, uses: Iterable[Use]) -> None:
-        fresh, adjacent = np.zeros(num_layers + 1), np.zeros(num_layers + 1)
-        long: list[Use] = []
-        for use in uses:
-            if use.previous < 0:
-                fresh[use.at + 1] += use.amount
-            elif use.previous == use.at - 1:
-                adjacent[use.at] += use.amount
-            else:
-                long.append(use)
-        self._prefix, self._adjacent = np.cumsum(fresh), adjacent
-        self._rows = np.array(sorted({use.previous for use in long}), dtype=np.int64)
-        self._table = np.zeros((len(self._rows) + 1, num_layers + 1))
-        for use in long:
-            self._table[np.searchsorted(self._rows, use.previous) + 1, use.at + 1] += use.amount
-        self.prefix: Floats | None = None if len(self._rows) or adjacent.any() else self._prefix
+    def __init__(self, num_layers: int, uses: Iterable[Use] | Floats) -> None:
+        """uses: as Use, or [k, 3] of the same columns."""
+        table = uses if isinstance(uses, np.ndarray) else np.array(list(uses), dtype=float).reshape(-1, 3)
+        at, previous, amount = table[:, 0].astype(np.int64), table[:, 1].astype(np.int64), table[:, 2]
+        fresh, near = previous < 0, previous == at - 1
+        near &= ~fresh
+        far = ~(fresh | near)
+        self._prefix = _before(np.bincount(at[fresh], amount[fresh], num_layers))
+        self._adjacent = np.bincount(at[near], amount[near], num_layers + 1)
+        self.prefix: Floats | None = None if far.any() or near.any() else self._prefix
         """Totals up to each position where `total(i, j) = prefix[j] - prefix[i]`; None where things are shared."""
-        np.cumsum(self._table, axis=0, out=self._table)
-        np.cumsum(self._table, axis=1, out=self._table)
+        self._far: _Table | _Dominance | None = None
+        if far.any():
+            num_rows = len(np.unique(previous[far]))
+            kind = _Table if num_rows * num_layers <= MOST_CELLS else _Dominance
+            self._far = kind(num_layers, at[far], previous[far], amount[far])
 
     def __call__(self, first: ArrayLike, last: ArrayLike) -> Any:
         """Totals of the intervals [first, last), first < last; arrays of positions broadcast."""
         i, j = np.asarray(first), np.asarray(last)
         total = self._prefix[j] - self._prefix[i] + self._adjacent[i]
-        if len(self._rows):
-            row = np.searchsorted(self._rows, i)
-            total = total + self._table[row, j] - self._table[row, i]
+        return total if self._far is None else total + self._far(i, j)
+
+
+class _Table:
+    """Sum of amount over `previous < first <= at < last`: sums up to each position, a row a distinct `previous`."""
+
+    def __init__(self, num_layers: int, at: Ints, previous: Ints, amount: Floats) -> None:
+        self._rows, row = np.unique(previous, return_inverse=True)
+        self._table = np.zeros((len(self._rows) + 1, num_layers + 1))
+        np.add.at(self._table, (row + 1, at + 1), amount)
+        np.cumsum(self._table, axis=0, out=self._table)
+        np.cumsum(self._table, axis=1, out=self._table)
+
+    def __call__(self, first: Any, last: Any) -> Any:
+        row = np.searchsorted(self._rows, first)
+        return self._table[row, last] - self._table[row, first]
+
+
+class _Dominance:
+    """The same in O(k log k) memory for k uses: a wavelet matrix (Claude & Navarro 2012) over `previous`, by `at`.
+
+    A level sorts the uses by one bit of `previous`, zeros first, and remembers for each place how many zeros, and how
+    much of their amount, come before it. From the highest bit on, a query keeps those uses whose bits so far equal
+    those of `first`, and adds the zeros where `first` has a one: they are smaller.
+    """
+
+    def __init__(self, num_layers: int, at: Ints, previous: Ints, amount: Floats) -> None:
+        order = np.argsort(at, kind="stable")
+        previous, amount = previous[order], amount[order]
+        self._start = np.searchsorted(at[order], np.arange(num_layers + 1))
+        self._levels: list[tuple[int, Ints, Floats, int]] = []
+        for bit in range(int(num_layers).bit_length() - 1, -1, -1):
+            zero = (previous >> bit) & 1 == 0
+            zeros = np.concatenate(([0], np.cumsum(zero)))
+            self._levels.append((bit, zeros, _before(amount * zero), int(zeros[-1])))
+            order = np.argsort(~zero, kind="stable")
+            previous, amount = previous[order], amount[order]
+
+    def __call__(self, first: Any, last: Any) -> Any:
+        low, high = self._start[first], self._start[last]
+        total = np.zeros(np.broadcast(first, last).shape)
+        for bit, zeros, amounts, num_zeros in self._levels:
+            one = (first >> bit) & 1 == 1
+            total = total + np.where(one, amounts[high] - amounts[low], 0.0)
+            low = np.where(one, num_zeros + low - zeros[low], zeros[low])
+            high = np.where(one, num_zeros + high - zeros[high], zeros[high])
         return total
 
 
@@ -305,25 +349,35 @@ class CostGraph(Shown):
             for name in ("forward_s", "backward_s", "saved_bytes")
         }
 
+    @cached_property
+    def _flows(self) -> _Flows:
+        """The same for every micro-batch size: which tensors go where, as arrays."""
+        n, crossing = self.num_layers, self._crossing_tensors
+        bytes_at = np.array([tensor.bytes_at for tensor, _, _ in crossing], float)
+        received = [
+            (k, at, previous)
+            for k, (_, producer, consumers) in enumerate(crossing)
+            for previous, at in pairwise([producer, *(place for place in consumers if place > producer)])
+        ]
+        return _Flows(
+            bytes_at=bytes_at.reshape(len(crossing), len(self.profile.microbatch_sizes)).T,
+            producer=np.array([producer for _, producer, _ in crossing], np.int64),
+            last=np.array([consumers[-1] for _, _, consumers in crossing], np.int64),
+            near=np.array([consumers[-1] == producer + 1 for _, producer, consumers in crossing], np.bool_),
+            gradient=np.array([tensor.needs_gradient for tensor, _, _ in crossing], np.bool_),
+            received=np.array(received, np.int64).reshape(-1, 3),
+            num_layers=n,
+        )
+
     def _arrays(self, samples: float) -> LayerArrays:
         sizes, n = self.profile.microbatch_sizes, self.num_layers
         values = {name: _interpolated(sizes, table, samples) for name, table in self._measured.items()}
-        crossing, following = np.zeros((2, n + 2)), np.zeros((2, n + 2))
-        received: tuple[list[Use], list[Use]] = ([], [])
-        sent: tuple[list[Use], list[Use]] = ([], [])
-        for tensor, producer, consumers in self._crossing_tensors:
-            num_bytes = self.profile.tensor_bytes(tensor, samples)
-            later = [place for place in consumers if place > producer]
-            uses = [Use(at, previous, num_bytes) for previous, at in zip([producer, *later], later, strict=False)]
-            made = Use(n - 1 - producer, n - 1 - consumers[-1], num_bytes)  # positions counted from the end
-            for k in range(1 + tensor.needs_gradient):
-                crossing[k, producer + 1] += num_bytes
-                crossing[k, consumers[-1] + 1] -= num_bytes
-                if later == [producer + 1]:
-                    following[k, producer + 1] += num_bytes
-                received[k].extend(uses)
-                sent[k].append(made)
-        np.cumsum(crossing, axis=1, out=crossing)
+        flows = self._flows
+        num_bytes = _interpolated(sizes, flows.bytes_at, samples)
+        gradient_bytes = num_bytes * flows.gradient
+        crossing, following = (
+            [each(amount) for amount in (num_bytes, gradient_bytes)] for each in (flows.crossing, flows.following)
+        )
         forward_s, backward_s, saved_bytes = values["forward_s"], values["backward_s"], np.rint(values["saved_bytes"])
         return LayerArrays(
             samples=samples,
@@ -333,14 +387,14 @@ class CostGraph(Shown):
             before_s=_before(forward_s + backward_s),
             forward_before_s=_before(forward_s),
             saved_before=_before(saved_bytes),
-            crossing_bytes=crossing[0, : n + 1],
-            crossing_gradient_bytes=crossing[1, : n + 1],
-            next_bytes=following[0, : n + 1],
-            next_gradient_bytes=following[1, : n + 1],
-            received=IntervalSum(n, received[0]),
-            received_gradient=IntervalSum(n, received[1]),
-            _sent=IntervalSum(n, sent[0]),
-            _sent_gradient=IntervalSum(n, sent[1]),
+            crossing_bytes=crossing[0],
+            crossing_gradient_bytes=crossing[1],
+            next_bytes=following[0],
+            next_gradient_bytes=following[1],
+            received=IntervalSum(n, flows.received_uses(num_bytes)),
+            received_gradient=IntervalSum(n, flows.received_uses(gradient_bytes)),
+            _sent=IntervalSum(n, flows.sent_uses(num_bytes)),
+            _sent_gradient=IntervalSum(n, flows.sent_uses(gradient_bytes)),
         )
 
     @cached_property
@@ -362,7 +416,44 @@ class CostGraph(Shown):
         return IntervalSum(self.num_layers, uses)
 
 
-def _before(values: Floats) -> Floats:
+@dataclass(frozen=True)
+class _Flows:
+    """Tensors that later layers use, by number k; amounts are given by k."""
+
+    bytes_at: Floats
+    """[sizes, k]"""
+    producer: Ints
+    last: Ints
+    """Position of the last layer that uses it."""
+    near: NDArray[np.bool_]
+    """Whether that is the one after the producer."""
+    gradient: NDArray[np.bool_]
+    received: Ints
+    """[uses, 3] of (k, at, previous): `Use`s of layers that take it in."""
+    num_layers: int
+
+    def crossing(self, amount: Floats) -> Floats:
+        """[n + 1] by cut, what is alive there."""
+        size = self.num_layers + 2
+        change = np.bincount(self.producer + 1, amount, size) - np.bincount(self.last + 1, amount, size)
+        alive: Floats = np.cumsum(change)[: self.num_layers + 1]
+        return alive
+
+    def following(self, amount: Floats) -> Floats:
+        """[n + 1] by cut, what only the layer after it uses of what the layer before it makes."""
+        return np.bincount(self.producer[self.near] + 1, amount[self.near], self.num_layers + 1).astype(float)
+
+    def received_uses(self, amount: Floats) -> Floats:
+        k, at, previous = self.received.T
+        return np.column_stack((at, previous, amount[k]))
+
+    def sent_uses(self, amount: Floats) -> Floats:
+        """Positions counted from the end: a tensor counts for the layers that end after it is made."""
+        end = self.num_layers - 1
+        return np.column_stack((end - self.producer, end - self.last, amount))
+
+
+def _before(values: Any) -> Floats:
     """Sums of what comes before each position: `total(i, j) = before[j] - before[i]`."""
     return np.concatenate(([0.0], np.cumsum(values)))
 

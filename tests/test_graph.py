@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from chains import chain, random_chain
 
+from partitioner import graph as graph_module
 from partitioner.errors import ArgumentError
 from partitioner.graph import CostGraph, IntervalSum, Use
 from partitioner.profiles import Parameter
@@ -159,3 +160,19 @@ def test_interval_sums_answer_arrays_as_they_answer_numbers(seed):
     first, last = (np.array(ends) for ends in zip(*pairs, strict=True))
     expected = [sum(use.amount for use in uses if use.previous < i <= use.at < j) for i, j in pairs]
     assert total(first, last).tolist() == [total(i, j) for i, j in pairs] == expected
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_many_skips_are_summed_in_little_memory_as_in_a_table(seed, monkeypatch):
+    rng = random.Random(seed)
+    n = rng.choice([5, 8, 16, 33])
+    uses = [Use(at, rng.randrange(-1, at), float(rng.randrange(9))) for at in range(n) for _ in range(3)]
+    tables = IntervalSum(n, uses)
+    monkeypatch.setattr(graph_module, "MOST_CELLS", 0)
+    levels = IntervalSum(n, uses)
+    first, last = np.array(runs(n)).T
+    assert levels(first, last).tolist() == tables(first, last).tolist()
+    written_out = [
+        sum(use.amount for use in uses if use.previous < i <= use.at < j) for i, j in zip(first, last, strict=True)
+    ]
+    assert tables(first, last).tolist() == written_out
