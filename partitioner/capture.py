@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 from partitioner.errors import UnsupportedModelError
-from partitioner.profiles import Parameter
-from partitioner.recording import Info, Node, Recording, record, storage_of
+from partitioner.profiles import Buffer, Parameter
+from partitioner.recording import Info, Node, Recording, record, storage_of, tensor_nbytes
 from partitioner.restore import untouched
 from partitioner.structures import map_tensors
 from partitioner.tracing import unwrap
@@ -82,7 +82,9 @@ class Capture:
     """Whether values decide, between layers, which way the forward takes."""
     fire_hooks: tuple[str, ...]
     """Modules whose forward hooks later ranks fire too; see `profiles.Profile.fire_hooks`."""
+    buffers: tuple[Buffer, ...]
     buffer_bytes: int
+    """Of all other buffers."""
     fingerprint: str
     call_digest: str
 
@@ -121,8 +123,24 @@ def capture(
     if first is not steady:
         other = _Chooser(first, max_share, [layer.id for layer in captured.layers]).result()
         joinable = tuple(path for path in captured.joinable if path in other.joinable)
-        captured = dataclasses.replace(captured, no_cut=other.no_cut | captured.no_cut, joinable=joinable)
+        captured = dataclasses.replace(
+            captured,
+            no_cut=other.no_cut | captured.no_cut,
+            joinable=joinable,
+            buffers=_used_by_either(captured, other),
+        )
     return captured
+
+
+def _used_by_either(captured: Capture, other: Capture) -> tuple[Buffer, ...]:
+    order = {layer.id: k for k, layer in enumerate(captured.layers)}
+    more = {buffer.names: buffer.layers for buffer in other.buffers}
+    return tuple(
+        buffer.model_copy(
+            update={"layers": tuple(sorted({*buffer.layers, *more.get(buffer.names, ())}, key=order.__getitem__))}
+        )
+        for buffer in captured.buffers
+    )
 
 
 def _recordings(
@@ -267,7 +285,7 @@ class _Chooser:
         collecting = [n for n, node in enumerate(self.nodes) if node.hooks & recording.collecting]
         fire_hooks = {self.nodes[number].path for number in collecting}
         keep_open |= {self.nodes[one].path for number in collecting for one in self.ancestors(number)}
-        parameters = self.parameters(ids)
+        parameters, buffers = self.parameters(ids), self.buffers(ids)
         used = defaultdict(list)
         for parameter in parameters:
             for layer in parameter.layers:
@@ -296,7 +314,8 @@ class _Chooser:
             },
             dynamic=any(self.layer_around(node) is None for node in recording.decisions),
             fire_hooks=tuple(sorted(fire_hooks)),
-            buffer_bytes=sum(b.numel() * b.element_size() for b in recording.model.buffers()),
+            buffers=buffers,
+            buffer_bytes=sum(map(tensor_nbytes, recording.model.buffers())) - sum(buffer.bytes for buffer in buffers),
             fingerprint=fingerprint(recording.model),
             call_digest=hashlib.sha256("\n".join(recording.order).encode()).hexdigest()[:16],
         )
@@ -471,6 +490,36 @@ class _Chooser:
                 layers=tuple(ids[k] for k in sorted(owners[number])),
             )
             for number, parameter in tensors.items()
+        )
+
+    def buffers(self, ids: list[str]) -> tuple[Buffer, ...]:
+        """Those that layers use: by themselves, by code between them, or as a part of their modules.
+
+        What no layer was seen to use may be read by a loss function; special kinds of tensors cannot be replaced.
+        """
+        model = self.recording.model
+        names: dict[int, list[str]] = defaultdict(list)
+        tensors: dict[int, torch.Tensor] = {}
+        for name, buffer in model.named_buffers(remove_duplicate=False):
+            if type(buffer) is torch.Tensor and buffer.layout == torch.strided:
+                names[id(buffer)].append(name)
+                tensors[id(buffer)] = buffer
+        number_of = {name: number for number, mine in names.items() for name in mine}
+        owners: dict[int, set[int]] = defaultdict(set)
+        for info in self.recording.infos:
+            if info.foreign in number_of:
+                owners[number_of[info.foreign]] |= {self.zone(when) for when, _ in info.uses}
+        for k, chosen in enumerate(self.chosen):
+            for buffer in model.get_submodule(self.nodes[chosen].path).buffers():
+                owners[id(buffer)].add(k)
+        return tuple(
+            Buffer(
+                names=tuple(names[number]),
+                bytes=tensor_nbytes(buffer),
+                layers=tuple(ids[k] for k in sorted(owners[number])),
+            )
+            for number, buffer in tensors.items()
+            if owners[number]
         )
 
     def own_unused(self, owners: dict[int, set[int]]) -> None:

@@ -313,13 +313,19 @@ class CostGraph(Shown):
         """Number of trainable parameter elements; bytes that no Parameter explains count 4 an element."""
         return self._placed(lambda parameter: math.prod(parameter.shape) * parameter.trainable, self._unlisted[1] / 4)
 
+    @cached_property
+    def buffer_bytes(self) -> IntervalSum:
+        """Bytes of buffers that the layers [first, last) use; `Profile.buffer_bytes` are on every rank besides."""
+        return IntervalSum(self.num_layers, self._buffer_uses())
+
     def standing_bytes(self, optimizer_bytes: float) -> IntervalSum:
-        """Weights, gradients and optimizer state, of so many bytes a trainable element, in one sum. Kept for reuse."""
+        """Weights, buffers, gradients and optimizer state, of so many bytes a trainable element, in one sum. Kept."""
         if optimizer_bytes not in self._standing:
             weights, trained = self._unlisted
             self._standing[optimizer_bytes] = self._placed(
                 lambda p: p.bytes + p.trainable * (p.bytes + optimizer_bytes * math.prod(p.shape)),
                 weights + trained * (1 + optimizer_bytes / 4),
+                self._buffer_uses(),
             )
         return self._standing[optimizer_bytes]
 
@@ -407,13 +413,26 @@ class CostGraph(Shown):
             own[1, places] -= parameter.bytes * parameter.trainable
         return np.maximum(own[0], 0.0), np.maximum(own[1], 0.0)
 
-    def _placed(self, amount: Callable[[Parameter], float], unlisted: Floats) -> IntervalSum:
+    def _placed(
+        self, amount: Callable[[Parameter], float], unlisted: Floats, others: Iterable[Use] = ()
+    ) -> IntervalSum:
         """Parameters by the layers that use them; one that none uses is held where layer 0 is."""
         uses = [Use(k, -1, own) for k, own in enumerate(unlisted.tolist()) if own > 0]
         for parameter in self.profile.parameters:
-            places = sorted({self.position[name] for name in parameter.layers}) or [0]
-            uses += [Use(at, before, amount(parameter)) for before, at in zip([-1, *places], places, strict=False)]
-        return IntervalSum(self.num_layers, uses)
+            uses += self._uses(parameter.layers, amount(parameter))
+        return IntervalSum(self.num_layers, [*uses, *others])
+
+    def _buffer_uses(self) -> list[Use]:
+        own = np.array([layer.buffer_bytes for layer in self.profile.layers], float)
+        uses = []
+        for buffer in self.profile.buffers:
+            own[sorted({self.position[name] for name in buffer.layers})] -= buffer.bytes
+            uses += self._uses(buffer.layers, buffer.bytes)
+        return uses + [Use(k, -1, rest) for k, rest in enumerate(own.tolist()) if rest > 0]
+
+    def _uses(self, layers: Iterable[str], amount: float) -> list[Use]:
+        places = sorted({self.position[name] for name in layers}) or [0]
+        return [Use(at, before, amount) for before, at in zip([-1, *places], places, strict=False)]
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def interval_memory(
     buckets = np.where(whole, gradients, np.minimum(gradients, BUCKET_BYTES)) if replicated else 0.0
     return {
         "weights": graph.weight_bytes(i, j),
-        "buffers": graph.profile.buffer_bytes + 0 * gradients,
+        "buffers": graph.profile.buffer_bytes + graph.buffer_bytes(i, j),
         "gradients": gradients,
         "optimizer": training.optimizer_bytes * graph.trainable_elements(i, j),
         "activations": held * (costs.saved_before[j] - costs.saved_before[i]),

@@ -63,11 +63,15 @@ class Part:
         self.counted = (inner | repeated) & self.tracked.keys()
         """Watched modules that may also be called inside of layers, be it by themselves."""
         self.strangers: dict[int, str] = {}
-        """Parameters of other stages."""
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        for parameter in profile.parameters:
-            if stage not in ({stage_of[layer] for layer in parameter.layers} or {0}):
-                self.strangers[id(parameters[parameter.names[0]])] = parameter.names[0]
+        """Parameters and buffers of other stages."""
+        ours = dict(self.model.named_parameters(remove_duplicate=False))
+        for held, tensors in (
+            (profile.parameters, ours),
+            (profile.buffers, dict(self.model.named_buffers(remove_duplicate=False))),
+        ):
+            for one in held:
+                if stage not in ({stage_of[layer] for layer in one.layers} or {0}) and one.names[0] in tensors:
+                    self.strangers[id(tensors[one.names[0]])] = one.names[0]
         self.routes: dict[int, list[str]] = {}
         sources = {stage - 1} if stage else set()
         for tensor in profile.tensors:

@@ -130,6 +130,7 @@ def profile(
         fire_hooks=last.fire_hooks,
         optimizer_s=optimizer_s,
         optimizer=optimizer,
+        buffers=last.buffers,
         buffer_bytes=last.buffer_bytes,
         slicing_s=slicing_s,
         step_s=step_s,
@@ -651,6 +652,7 @@ def _layers(captures: dict[int, Capture], probes: dict[int, list[_Probe]]) -> tu
             class_name=layer.class_name,
             parameter_bytes=sum(bytes_of[name].bytes for name in layer.parameters),
             gradient_bytes=sum(bytes_of[name].bytes for name in layer.parameters if bytes_of[name].trainable),
+            buffer_bytes=sum(buffer.bytes for buffer in last.buffers if layer.id in buffer.layers),
             key=layer.key,
             costs=tuple(costs[layer.id]),
         )

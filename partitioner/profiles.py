@@ -115,6 +115,14 @@ class Parameter(Frozen):
     """Layers that use it, in order; a parameter used on two stages lives on both and is kept equal."""
 
 
+class Buffer(Frozen):
+    """One buffer under all its names. It lives on the stages of the layers that use it."""
+
+    names: tuple[str, ...]
+    bytes: Bytes
+    layers: Annotated[tuple[str, ...], Field(min_length=1)]
+
+
 class Profile(Shown, Frozen):
     """A model's layers in execution order with their costs. Plain data: save it on the cluster, plan on a laptop."""
 
@@ -123,6 +131,7 @@ class Profile(Shown, Frozen):
     layers: Annotated[tuple[Layer, ...], Field(min_length=1)]
     tensors: tuple[Tensor, ...]
     parameters: tuple[Parameter, ...]
+    buffers: tuple[Buffer, ...] = ()
     microbatch_sizes: Annotated[tuple[int, ...], Field(min_length=1)]
     no_cut: dict[str, str] = {}
     """Layer id -> why no cut is possible just before it."""
@@ -140,7 +149,7 @@ class Profile(Shown, Frozen):
     """One optimizer step over the whole model."""
     optimizer: str = "adamw"
     buffer_bytes: Bytes = 0
-    """Buffers are whole on every rank."""
+    """Of buffers that are not in `buffers`: no layer was seen to use them, and they are whole on every rank."""
     slicing_s: Seconds = 0.0
     """What a stage's forward takes beyond its layers, a micro-batch: the way to its first layer, and its log."""
     step_s: tuple[Seconds, ...] = ()
@@ -177,10 +186,11 @@ class Profile(Shown, Frozen):
                 raise ValueError(f"tensor {tensor.id}: used before layer {tensor.producer!r} makes it")
             if len(tensor.bytes_at) != len(self.microbatch_sizes):
                 raise ValueError(f"tensor {tensor.id}: {len(tensor.bytes_at)} sizes, not {len(self.microbatch_sizes)}")
-        for parameter in self.parameters:
-            for name in parameter.layers:
+        everything: tuple[Parameter | Buffer, ...] = (*self.parameters, *self.buffers)
+        for held in everything:
+            for name in held.layers:
                 if name not in place:
-                    raise ValueError(f"parameter {parameter.names[0]}: there is no layer {name!r}")
+                    raise ValueError(f"{held.names[0]}: there is no layer {name!r}")
         return self
 
     def tensor_bytes(self, tensor: Tensor, samples: float) -> float:

@@ -181,7 +181,7 @@ class _Recorder(Watcher):
                 node=node,
                 shape=tuple(tensor.shape),
                 dtype=tensor.dtype,
-                nbytes=_nbytes(tensor),
+                nbytes=tensor_nbytes(tensor),
                 needs_gradient=tensor.requires_grad,
                 sendable=is_sendable(tensor),
                 parents=parents,
@@ -486,7 +486,7 @@ class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
         packet = func._overloadpacket
         count = flop_registry.get(packet)
         flops = float(count(*args, **kwargs, out_val=result)) if count is not None else 0.0
-        moved = sum(map(_nbytes, (*given, *tensors_in(result))))
+        moved = sum(map(tensor_nbytes, (*given, *tensors_in(result))))
         depends = _depends_on_values(func, given)
         kernels = recorder.recording.kernels
         mark = f" at {len(kernels)}" if depends else ""
@@ -524,7 +524,7 @@ def _look(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype}{tuple(tensor.shape)}{strides}{'g' if tensor.requires_grad else ''}"
 
 
-def _nbytes(tensor: torch.Tensor) -> int:
+def tensor_nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
@@ -539,9 +539,9 @@ def storage_of(tensor: torch.Tensor) -> int:
 def _memory_nbytes(tensor: torch.Tensor) -> int:
     """Bytes of the whole memory that a tensor looks at; of itself where it has none to look at."""
     try:
-        return tensor.untyped_storage().nbytes() if is_sendable(tensor) else _nbytes(tensor)
+        return tensor.untyped_storage().nbytes() if is_sendable(tensor) else tensor_nbytes(tensor)
     except (RuntimeError, NotImplementedError):  # inside a functorch transform
-        return _nbytes(tensor)
+        return tensor_nbytes(tensor)
 
 
 def in_transform() -> bool:

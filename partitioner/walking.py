@@ -240,7 +240,7 @@ class Walk(Watcher):
         self.follow_call(call_id)
         stage = self.part.stage_of.get(call_id)
         if stage is None:  # called more often than when it was captured: wherever its parameters are
-            self.refuse_strangers(list(module.parameters()))
+            self.refuse_strangers([*module.parameters(), *module.buffers()])
         elif stage > self.part.stage:
             self.stop(call_id)
         elif stage < self.part.stage:
@@ -305,7 +305,7 @@ class Walk(Watcher):
             if name is not None:
                 raise self.failed(
                     UnsupportedModelError(
-                        f"stage {self.part.stage} uses the parameter {name!r} after {self.moment or 'the start'}, "
+                        f"stage {self.part.stage} uses {name!r} after {self.moment or 'the start'}, "
                         f"where the captured forward did not, so that it lives on another stage: capture with inputs "
                         f"and flags that take this way, or pin the layers around it to one stage"
                     )

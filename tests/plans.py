@@ -35,6 +35,8 @@ def profile_of(captured: Capture, dtype: str = "float32") -> Profile:
             for tensor in captured.tensors
         ),
         parameters=captured.parameters,
+        buffers=captured.buffers,
+        buffer_bytes=captured.buffer_bytes,
         microbatch_sizes=(1,),
         no_cut=captured.no_cut,
         joinable=captured.joinable,

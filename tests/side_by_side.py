@@ -78,7 +78,7 @@ def _seed_python(seed: int) -> None:
 
 
 def stage_models(model: nn.Module, captured: Capture | Profile, stage_of: Mapping[str, int]) -> list[nn.Module]:
-    """One copy of the model for each stage, with NaN wherever a parameter lives on other stages only."""
+    """One copy of the model for each stage, with NaN wherever a parameter or buffer lives on other stages only."""
     made = []
     for stage in range(max(stage_of.values()) + 1):
         mine = copy.deepcopy(model)
@@ -88,6 +88,12 @@ def stage_models(model: nn.Module, captured: Capture | Profile, stage_of: Mappin
                 parameter = parameters[entry.names[0]]
                 value = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
                 parameter.data = torch.full((), value, dtype=parameter.dtype).expand(parameter.shape)
+        buffers = dict(mine.named_buffers(remove_duplicate=False))
+        for buffer in captured.buffers:
+            if stage not in {stage_of[layer] for layer in buffer.layers}:
+                tensor = buffers[buffer.names[0]]
+                value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 77
+                tensor.data = torch.full((), value, dtype=tensor.dtype).expand(tensor.shape)
         made.append(mine)
     return made
 

@@ -20,7 +20,6 @@ CASES = {case.id: case for case in read_cases(Path(__file__).parent / "data" / "
 NOT_BUILT = {"CA-02": "precision='fp16-mixed'", "CA-11": "estimating without one", "NU-05": "recompute='always'"}
 MARKS = {
     "RO-02": [pytest.mark.slow],
-    "CA-08": [pytest.mark.xfail(reason="buffers are whole on every rank")],
 }
 
 

@@ -5,6 +5,7 @@ from chains import chain, cluster
 
 from partitioner.graph import CostGraph
 from partitioner.memory import BUCKET_BYTES, interval_memory, memory_limit, stage_memory
+from partitioner.profiles import Buffer
 from partitioner.specs import Device, Training
 
 DEVICE = Device(name="Toy", memory_bytes=10_000, overhead_bytes=100)
@@ -68,6 +69,24 @@ def test_a_tied_parameter_is_held_once_by_each_stage_that_uses_it():
     assert [items_of(profile, cuts=(2,), stage=stage).weights for stage in (0, 1)] == [400, 400]
     assert [items_of(profile, cuts=(2, 3), stage=stage).weights for stage in (0, 1, 2)] == [400, 0, 400]
     assert items_of(profile, cuts=(), stage=0).weights == 400
+
+
+def test_buffers_are_charged_to_the_stages_that_use_them_and_the_rest_to_all():
+    plain = chain([1.0] * 4, buffer_bytes=7)
+    layers = (plain.layers[0].model_copy(update={"buffer_bytes": 90}), *plain.layers[1:])
+    profile = plain.model_copy(
+        update={
+            "layers": layers,
+            "buffers": (
+                Buffer(names=("0.a",), bytes=50, layers=("0",)),
+                Buffer(names=("table", "3.table"), bytes=300, layers=("1", "3")),
+            ),
+        }
+    )
+    buffers = [items_of(profile, cuts=(2,), stage=stage).buffers for stage in (0, 1)]
+    assert buffers == [7 + 90 + 300, 7 + 300]  # 40 of layer 0 are listed nowhere: they are its own
+    assert items_of(profile, cuts=(), stage=0).buffers == 7 + 90 + 300
+    assert [items_of(profile, cuts=(2, 3), stage=stage).buffers for stage in (0, 1, 2)] == [397, 7, 307]
 
 
 def test_replicas_of_a_whole_model_hold_their_gradients_again_in_buckets():

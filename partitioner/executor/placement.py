@@ -1,9 +1,9 @@
 """Which rank holds which parameter: a model is taken over in place, and keeps on each rank only what its stage uses.
 
-A parameter lives on every stage that uses it; one that the captured forward did not use (another branch may) lives
-where the layers nearest to it in the model are. On all other stages a placeholder with its shape and dtype stands in
-its place, a single NaN seen everywhere, so that a wrong read cannot go unnoticed. Buffers are whole on every rank; the
-stage whose layers are nearest speaks for them in checkpoints.
+A parameter lives on every stage that uses it; one that the captured forward did not use (another branch may) belongs to
+the layer before it in the model. On all other stages a placeholder with its shape and dtype stands in
+its place, a single NaN seen everywhere, so that a wrong read cannot go unnoticed. So it is with buffers. Those that no
+layer was seen to use are whole on every rank; the stage whose layers are nearest speaks for them in checkpoints.
 """
 
 from __future__ import annotations
@@ -53,6 +53,11 @@ class Placement:
             entry.names[0]: tuple(sorted({stage_of[layer] for layer in entry.layers} or {0}))
             for entry in plan.profile.parameters
         }
+        self.buffer_owners: dict[str, tuple[int, ...]] = {
+            name: tuple(sorted({stage_of[layer] for layer in entry.layers}))
+            for entry in plan.profile.buffers
+            for name in entry.names
+        }
         self._first = {name: first for first, names in self.names.items() for name in names}
         self._near = near
         if weights is None:
@@ -64,23 +69,31 @@ class Placement:
         }
 
     def owner_sets(self) -> set[tuple[int, ...]]:
-        """Every set of stages that has parameters in common, single stages included."""
-        return set(self.owners.values())
+        """Every set of stages that has parameters or buffers in common, single stages included."""
+        return {*self.owners.values(), *self.buffer_owners.values()}
+
+    def buffers_of(self, stages: tuple[int, ...] | None) -> list[torch.Tensor]:
+        """The buffers that these stages have in common, each once; None: those that are on every rank."""
+        named = self.model.named_buffers()
+        return [buffer for name, buffer in named if self.buffer_owners.get(name) == stages]
 
     def owner_set_of(self, name: str) -> tuple[int, ...]:
         return self.owners[self._first[name]]
 
     def stage_of_key(self, key: str) -> int:
-        """The stage that speaks for an entry of the state dict: the first owner, or for a buffer the nearest layer."""
-        if key in self._first:
-            return self.owners[self._first[key]][0]
+        """The stage that speaks for an entry of the state dict: the first owner, or else the nearest layer's."""
+        owners = self._owners_of_key(key)
+        if owners:
+            return owners[0]
         return min(_nearest(self._near, key))
 
     def holds(self, key: str) -> bool:
         """Whether an entry of the state dict is this stage's own."""
-        if key in self._first:
-            return self.stage in self.owners[self._first[key]]
-        return self.stage == self.stage_of_key(key)
+        return self.stage in (self._owners_of_key(key) or (self.stage_of_key(key),))
+
+    def _owners_of_key(self, key: str) -> tuple[int, ...]:
+        """() where every rank has it."""
+        return self.owners[self._first[key]] if key in self._first else self.buffer_owners.get(key, ())
 
     def state_dict(self) -> dict[str, Any]:
         """This stage's own part of the model's state dict, under the model's own keys."""
@@ -153,11 +166,19 @@ class Placement:
             self._take_over_buffers(weights)
 
     def _take_over_buffers(self, weights: Weights | None) -> None:
-        """Read buffers where weights have them; compute the rest of a meta model's as its factory does."""
+        """Own buffers: read where weights have them; computed as its factory does for the rest of a meta model's."""
         known: dict[int, torch.Tensor] = {}
         lost = []
         for name, buffer in list(self.model.named_buffers(remove_duplicate=False)):
             module = self.model.get_submodule(name.rpartition(".")[0])
+            if self.stage not in self.buffer_owners.get(name, (self.stage,)):
+                placeholder = _placeholder(buffer, self._device)
+                if buffer.is_meta:
+                    module._buffers[name.rpartition(".")[2]] = known.setdefault(id(buffer), placeholder)
+                elif id(buffer) not in known:
+                    known[id(buffer)] = buffer
+                    buffer.data = placeholder
+                continue
             value = known.get(id(buffer))
             if value is None and weights is not None:
                 value = weights.read((name,), buffer)

@@ -31,15 +31,17 @@ class Reduction:
         self._parameters = {stages: list(parameters[stages]) for stages in sorted(parameters) if stages in mesh.owners}
         self._earlier: dict[torch.nn.Parameter, torch.Tensor] = {}
 
-    def copy_values(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Give every rank the values of the first: parameters from the lowest rank that holds them, buffers from 0."""
+    def copy_values(
+        self, buffers: Mapping[tuple[int, ...], Sequence[torch.Tensor]], everywhere: Sequence[torch.Tensor]
+    ) -> None:
+        """Give every rank the values of the lowest that holds them: parameters, buffers by owners, the rest from 0."""
         with torch.no_grad():
-            for stages, parameters in self._parameters.items():
-                source = self._mesh.ranks_of(stages)[0]
-                for bucket in _buckets(parameters):
-                    self._copy(bucket, source, self._mesh.owners[stages])
+            for stages in sorted(self._mesh.owners):
+                held = [*self._parameters.get(stages, ()), *buffers.get(stages, ())]
+                for bucket in _buckets(held):
+                    self._copy(bucket, self._mesh.ranks_of(stages)[0], self._mesh.owners[stages])
             if self._mesh.control is not None:
-                for bucket in _buckets(buffers):
+                for bucket in _buckets(everywhere):
                     self._copy(bucket, 0, self._mesh.control)
 
     def begin(self) -> None:

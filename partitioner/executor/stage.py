@@ -119,7 +119,8 @@ class LiveStage:
             shared.setdefault(placement.owner_set_of(name), []).append(parameter)
         self._reduction = Reduction(mesh, shared)
         if copy_values:
-            self._reduction.copy_values(list(placement.model.buffers()))
+            buffers = {stages: placement.buffers_of(stages) for stages in placement.owner_sets()}
+            self._reduction.copy_values(buffers, placement.buffers_of(None))
         self._recorder = Recorder(mesh, list(self.parameters()), placement.owner_sets())
         replicas = None
         if plan.num_stages == 1 and plan.num_replicas > 1 and self._trains():

@@ -42,7 +42,7 @@ def profile_page(profile: Profile) -> Page:
         ("costs", f"{profile.provenance} on {profile.device}, {profile.dtype}"),
         ("micro-batch sizes", ", ".join(map(str, profile.microbatch_sizes))),
         ("parameters", f"{len(profile.parameters)} tensors, {format_bytes(num_bytes)}"),
-        ("buffers", format_bytes(profile.buffer_bytes)),
+        ("buffers", format_bytes(profile.buffer_bytes + sum(buffer.bytes for buffer in profile.buffers))),
         ("optimizer step", f"{seconds(profile.optimizer_s)} ({profile.optimizer})"),
     ]
     if profile.step_s:
