@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 _HOME = {
     "partition": "api",
     "profile": "profiler",
+    "estimate": "estimator",
     "solve": "solver",
     "simulate": "simulator",
     "load": "plan",
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from partitioner.errors import RankError as RankError
     from partitioner.errors import SetupError as SetupError
     from partitioner.errors import UnsupportedModelError as UnsupportedModelError
+    from partitioner.estimator import estimate as estimate
     from partitioner.executor import launch as launch
     from partitioner.executor import materialize as materialize
     from partitioner.graph import CostGraph as CostGraph

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import re
 import tomllib
 from importlib.resources import files
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -181,26 +184,66 @@ class Cluster(Frozen):
         return self.inter if len({self.nodes[rank] for rank in ranks}) > 1 else self.intra
 
 
-def known_device(name: str) -> tuple[Device, Link, Link]:
-    """A device of `hardware.toml` by name or alias, its link within a node and its link between nodes."""
-    catalog = tomllib.loads(files("partitioner").joinpath("hardware.toml").read_text(encoding="utf-8"))
-    names = {alias.lower(): key for key, entry in catalog["devices"].items() for alias in (key, *entry["aliases"])}
-    key = names.get(name.lower())
-    if key is None:
-        close = [known for known in catalog["devices"] if known.lower().startswith(name.lower())]
-        if close:
-            raise ArgumentError(f"the device {name!r} could be {' or '.join(close)}: write one of them")
-        raise ArgumentError(
-            f"the device {name!r} is not known. Known: {', '.join(catalog['devices'])}. For another, "
-            "pass gpus=Cluster.of(Device(name=..., memory_bytes=...), 8, within=Link.of(latency_s, bytes_per_s))"
-        )
-    entry = catalog["devices"][key]
+def known_device(name: str, hardware: str | None = None) -> tuple[Device, Link, Link]:
+    """A device of the catalog by name or alias, its link within a node and its link between nodes."""
+    catalog = _catalog(hardware)
+    key, entry = catalog_entry(name, hardware)
     device = Device(
         name=key,
         memory_bytes=parse_bytes(entry["memory"]["value"]),
         overhead_bytes=parse_bytes(catalog["overhead"]["value"]),
     )
     return device, _known_link(catalog["links"][entry["within"]]), _known_link(catalog["links"][entry["between"]])
+
+
+def catalog_entry(name: str, hardware: str | None = None) -> tuple[str, dict[str, Any]]:
+    """The name and the figures of a device in `hardware.toml`, the user's own file laid over it.
+
+    `hardware`: path of that file; None: the environment variable PARTITIONER_HARDWARE, or none. Case is ignored.
+    A device that is not listed is an ArgumentError that names those that are.
+    """
+    devices = _catalog(hardware)["devices"]
+    names = {alias.lower(): key for key, entry in devices.items() for alias in (key, *entry.get("aliases", ()))}
+    key = names.get(name.lower())
+    if key is None:
+        close = [known for known in devices if known.lower().startswith(name.lower())]
+        if close:
+            raise ArgumentError(f"the device {name!r} could be {' or '.join(close)}: write one of them")
+        raise ArgumentError(
+            f"the device {name!r} is not known. Known: {', '.join(devices)}. For another, "
+            "pass gpus=Cluster.of(Device(name=..., memory_bytes=...), 8, within=Link.of(latency_s, bytes_per_s)), "
+            "or describe it in a file of your own and set PARTITIONER_HARDWARE"
+        )
+    return key, devices[key]
+
+
+def _catalog(hardware: str | None) -> dict[str, Any]:
+    text = files("partitioner").joinpath("hardware.toml").read_text(encoding="utf-8")
+    own = hardware or os.environ.get("PARTITIONER_HARDWARE")
+    if not own:
+        return _parsed(text)
+    try:
+        return _laid_over(_parsed(text), tomllib.loads(Path(own).read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ArgumentError(f"cannot read the hardware file {own}: {error.strerror}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ArgumentError(f"the hardware file {own} is not TOML: {error}") from None
+
+
+@functools.cache
+def _parsed(text: str) -> dict[str, Any]:
+    return tomllib.loads(text)
+
+
+def _laid_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Tables joined at every depth; a table that states a figure replaces the other's."""
+    if "value" in above or "seconds" in above or ("bandwidth" in above and "latency" in above):
+        return above
+    joined = dict(below)
+    for key, value in above.items():
+        under = below.get(key)
+        joined[key] = _laid_over(under, value) if isinstance(value, dict) and isinstance(under, dict) else value
+    return joined
 
 
 def _known_link(entry: dict[str, Any]) -> Link:

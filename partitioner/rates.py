@@ -1,0 +1,275 @@
+"""Seconds of a kernel or a collective on a device of the catalog: the larger of arithmetic and memory, plus the launch.
+
+    matmul       waves(m, n) x tile work(k) / (achieved rate / processors)          tiles in whole waves, k with a ramp
+    attention    FLOPs / (peak x efficiency)
+    elementwise  bytes / (bandwidth x efficiency) with a ramp over size
+    all-reduce   latency(n) + 2 (n - 1)/n x bytes / (link x efficiency)             ring (Patarasuk & Yuan 2009)
+
+Constants are efficiencies of the catalog's peaks, the same for all devices and models, fitted once over published
+measurements (estimator.toml says from which, and how well they fit). The device's own figures are in hardware.toml.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import tomllib
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from typing import Any, Literal
+
+from partitioner.errors import ArgumentError
+from partitioner.specs import Link, catalog_entry
+from partitioner.work import Kernel
+
+Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16-mixed", "fp16-mixed", "fp8"]
+PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "bf16", "fp16", "bf16-mixed", "fp16-mixed", "fp8")
+
+TILES = ((256, 128), (128, 128), (128, 64), (64, 64))
+"""Tiles of the result that a matmul is cut into; the fastest one is taken, as the libraries do."""
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Figures of estimator.toml; `error_band`: spread of measured / predicted over the rows of the fit."""
+
+    matmul_fp32: float
+    """Share of the fp32 peak that a large matmul reaches."""
+    matmul_tensor: float
+    """Share of the tensor cores' measured best (or of 0.8 of their peak) that a large matmul reaches."""
+    tile_128x128: float
+    tile_128x64: float
+    tile_64x64: float
+    """Rate of the smaller tiles, of the largest one's."""
+    depth_ramp: float
+    """A tile costs as if k were this much longer: filling and emptying its pipeline."""
+    batched: float
+    """Rate of a batched matmul (attention without a fused kernel), of a plain one's."""
+    attention_forward: float
+    attention_backward: float
+    """Share of the tensor peak of fused attention."""
+    convolution: float
+    bandwidth: float
+    """Share of the memory bandwidth that a large kernel reaches."""
+    bandwidth_ramp_s: float
+    """What a kernel that moves data takes beside bytes / bandwidth."""
+    softmax: float
+    norm: float
+    """Rate of kernels that reduce rows, of an elementwise kernel's."""
+    launch_s: float
+    """Least time of a kernel on the device."""
+    host_forward_s: float
+    host_backward_s: float
+    """What the host needs to launch one operator; the device waits where its kernels are shorter."""
+    collective: float
+    """Share of the link's large-message rate that a collective over many ranks reaches."""
+    collective_base_s: float
+    collective_rank_s: float
+    """Latency of a collective: base + rank x (n - 1)."""
+    network: float
+    """Share of the network's rate that a collective between nodes reaches."""
+    network_base_s: float
+    overlap: float
+    """Share of a collective that disappears behind arithmetic where the framework overlaps the two."""
+    optimizer: float
+    """Times the optimizer's bytes are moved, of the fewest possible."""
+    step_base_s: float
+    """What a step takes beside its kernels: data, logging, synchronisation."""
+    error_band: float = 0.0
+
+
+@functools.cache
+def constants() -> Constants:
+    """The fitted constants."""
+    table = tomllib.loads(files("partitioner").joinpath("estimator.toml").read_text(encoding="utf-8"))
+    return Constants(**table["constants"], error_band=table["fit"]["error_band"])
+
+
+@dataclass(frozen=True)
+class Rates:
+    """A device's peaks, and what kernels achieve of them."""
+
+    name: str
+    peaks: tuple[tuple[str, float], ...]
+    """Precision -> FLOP/s of dense matmuls."""
+    best_matmul: float
+    """Share of the 16-bit peak that the best matmul reached where somebody measured it."""
+    bandwidth: float
+    processors: int
+    constants: Constants
+
+    @classmethod
+    def of(cls, device: str, *, hardware: str | None = None, fitted: Constants | None = None) -> Rates:
+        """Rates of a device by its name in hardware.toml or in the user's own file (`hardware`).
+
+        A device that is not listed, or is listed without rates, is an ArgumentError.
+        """
+        name, entry = catalog_entry(device, hardware)
+        if "bandwidth" not in entry:
+            raise ArgumentError(f"{name} has no rates in the catalog: add peak, bandwidth and processors to its entry")
+        peaks = {key: float(one["value"]) for key, one in entry["peak"].items()}
+        best = entry.get("best_matmul")
+        share = float(best["value"]) / peaks.get("bf16", peaks.get("fp16", 1.0)) if best else 0.8
+        return cls(
+            name=name,
+            peaks=tuple(peaks.items()),
+            best_matmul=share,
+            bandwidth=float(entry["bandwidth"]["value"]),
+            processors=int(entry["processors"]["value"]),
+            constants=fitted or constants(),
+        )
+
+    def with_constants(self, fitted: Constants) -> Rates:
+        return replace(self, constants=fitted)
+
+    def peak(self, precision: str) -> float:
+        """FLOP/s of dense matmuls; a precision that the device lacks runs at the next wider one's rate."""
+        peaks = dict(self.peaks)
+        order = {"fp8": ("fp8", "bf16", "fp16"), "bf16": ("bf16", "fp16"), "fp16": ("fp16",), "tf32": ("tf32",)}
+        for name in (*order.get(precision, ()), "fp32"):
+            if name in peaks:
+                return peaks[name]
+        raise ArgumentError(f"{self.name} has no fp32 rate in the catalog")
+
+    # -- kernels
+
+    def kernel_seconds(
+        self, kernel: Kernel, precision: Precision = "fp32", *, tp: int = 1, sequence_parallel: bool = False,
+        fused: bool = False,
+    ) -> float:  # fmt: skip
+        """Seconds of one kernel on one of `tp` ranks.
+
+        `fused`: elementwise chains run as one kernel, as a compiler or hand-written kernels make them.
+        """
+        c = self.constants
+        narrow = 0.5 if precision not in ("fp32", "tf32") else 1.0
+        width = 1 - kernel.float32_share * (1 - narrow)
+        if kernel.kind in ("matmul", "attention"):
+            return self._arithmetic(kernel, precision, tp, width)
+        share = 1 / tp if kernel.sharded or sequence_parallel else 1.0
+        if fused and not kernel.fused_launches:
+            return 0.0
+        moved = (kernel.fused_bytes if fused else kernel.moved_bytes) * width * share
+        rate = self.bandwidth * c.bandwidth
+        if kernel.kind == "softmax":
+            rate *= c.softmax
+        elif kernel.kind == "norm":
+            rate *= c.norm
+        seconds = moved / rate + c.bandwidth_ramp_s
+        if kernel.kind == "convolution":
+            peak = self._achieved(precision if precision != "fp32" else "tf32")
+            seconds = max(seconds, kernel.flops * share / (peak * c.convolution))
+        return c.launch_s + seconds
+
+    def _achieved(self, precision: str) -> float:
+        """FLOP/s of a large matmul."""
+        c = self.constants
+        base = precision.removesuffix("-mixed")
+        if base == "fp32" or (base == "tf32" and "tf32" not in dict(self.peaks)):
+            return self.peak("fp32") * c.matmul_fp32
+        return self.peak(base) * self.best_matmul * c.matmul_tensor
+
+    def _arithmetic(self, kernel: Kernel, precision: Precision, tp: int, width: float) -> float:
+        c = self.constants
+        batch, m, n, k = kernel.shape
+        extra = 0.0
+        if precision == "fp8":
+            precision = "fp8" if kernel.linear else "bf16"
+        if tp > 1 and kernel.split:
+            batch, m, n, k = (
+                (batch / tp, m, n, k) if kernel.split == "batch"
+                else (batch, m / tp, n, k) if kernel.split == "m"
+                else (batch, m, n / tp, k) if kernel.split == "n"
+                else (batch, m, n, k / tp)
+            )  # fmt: skip
+        divided = tp if kernel.split else 1
+        moved = kernel.moved_bytes * width / divided
+        memory_s = moved / (self.bandwidth * c.bandwidth) + c.bandwidth_ramp_s
+        if kernel.kind == "attention":
+            share = (
+                c.attention_backward if kernel.flops > 2.2 * 2 * batch * divided * m * n * k else c.attention_forward
+            )
+            rate = self._achieved(precision)
+            return c.launch_s + max(memory_s, kernel.flops / divided / (rate * share))
+        if precision == "fp8":
+            extra = 3 * batch * (m * k + k * n) / (self.bandwidth * c.bandwidth)
+        rate = self._achieved(precision) * (c.batched if batch > 1 else 1.0)
+        return c.launch_s + max(memory_s, matmul_seconds(batch, m, n, k, rate, self.processors, c)) + extra
+
+    # -- collectives
+
+    def host_seconds(self, num_kernels: float, backward: bool) -> float:
+        return num_kernels * (self.constants.host_backward_s if backward else self.constants.host_forward_s)
+
+
+@functools.lru_cache(maxsize=100_000)
+def matmul_seconds(batch: float, m: float, n: float, k: float, rate: float, processors: int, c: Constants) -> float:
+    """Whole waves of tiles, at the best tile and the best split of k.
+
+    waves = ceil(batch ceil(m / tm) ceil(n / tn) s / processors);  tile = 2 tm tn (k / s + ramp)
+    """
+    best = math.inf
+    speeds = (1.0, c.tile_128x128, c.tile_128x64, c.tile_64x64)
+    for (tm, tn), speed in zip(TILES, speeds, strict=True):
+        for a, b in ((tm, tn), (tn, tm)):
+            tiles = batch * math.ceil(m / a) * math.ceil(n / b)
+            for parts in (1, 2, 4, 8) if tiles < processors and k > 1024 else (1,):
+                waves = math.ceil(tiles * parts / processors)
+                work = 2.0 * a * b * (k / parts + c.depth_ramp)
+                best = min(best, waves * work * processors / (rate * speed))
+    return best
+
+
+@dataclass(frozen=True)
+class Network:
+    """The links that a group's collective goes over."""
+
+    intra: Link
+    inter: Link
+    constants: Constants
+
+    def all_reduce_s(self, num_bytes: float, ranks: int, per_node: int) -> float:
+        """An all-reduce over `ranks`, of which `per_node` sit in one node."""
+        return self._ring(num_bytes, ranks, per_node, 2)
+
+    def all_gather_s(self, num_bytes: float, ranks: int, per_node: int) -> float:
+        """An all-gather that ends with `num_bytes` on each rank, or a reduce-scatter that begins with them."""
+        return self._ring(num_bytes, ranks, per_node, 1)
+
+    def _ring(self, num_bytes: float, ranks: int, per_node: int, rounds: int) -> float:
+        if ranks < 2 or num_bytes <= 0:
+            return 0.0
+        c = self.constants
+        within = min(ranks, max(1, per_node))
+        rate = slope(self.intra) * c.collective
+        latency = c.collective_base_s + c.collective_rank_s * (within - 1)
+        if ranks > within:
+            # each rank of a node has its own port; together they carry one ring
+            across = slope(self.inter) * within * c.network
+            rate = min(rate, across) if within > 1 else across
+            latency += c.network_base_s * math.log2(math.ceil(ranks / within) + 1)
+        return rounds / 2 * latency + rounds * (ranks - 1) / ranks * num_bytes / rate
+
+    def send_s(self, num_bytes: float, same_node: bool) -> float:
+        """One message from a rank to another."""
+        return (self.intra if same_node else self.inter).time(num_bytes)
+
+
+def slope(link: Link) -> float:
+    """Bytes a second of large messages."""
+    sizes, seconds = link.sizes_bytes, link.seconds
+    return (sizes[-1] - sizes[-2]) / (seconds[-1] - seconds[-2])
+
+
+def error_text(band: float) -> str:
+    """How an estimate's band is written.
+
+    >>> error_text(0.12)
+    '± 12 %'
+    """
+    return f"± {100 * band:.0f} %"
+
+
+def toml_constants(c: Constants) -> dict[str, Any]:
+    """The constants as they stand in estimator.toml, without the band."""
+    return {name: value for name, value in vars(c).items() if name != "error_band"}

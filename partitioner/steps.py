@@ -1,0 +1,438 @@
+"""One training step under a layout: kernels priced a stage, pipelined, reduced over replicas, optimised. No torch.
+
+    micro-batch on a stage   max(kernels, host) + all-reduces of tensor parallelism + gathers of sharded parameters
+    pipeline                 m micro-batches at the slowest stage + fill and drain
+                             1f1b, gpipe: sum - slowest;  interleaved: (sum - slowest) / v;  zero-bubble: + I - W
+    replicas                 all-reduce of gradients, less what hides behind the last backward
+    optimizer                bytes of its state at the memory's rate
+
+    layout = Layout(tp=8, pp=4, dp=2, microbatch=1, num_microbatches=64, recompute="full")
+    step = training_step(work, "H100", layout, precision="bf16-mixed")
+    step.step_s, step.compute_s, step.tp_s, step.bubble_s, step.dp_s, step.optimizer_s, step.band
+
+`work` is a ModelWork (kernels.record_work or estimator.estimate_work); a step costs about a millisecond once its
+layers have been priced, so a search may call it thousands of times.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from partitioner.errors import ArgumentError
+from partitioner.rates import PRECISIONS, Constants, Network, Precision, Rates
+from partitioner.specs import Cluster, Link, known_device
+from partitioner.work import LayerWork, ModelWork
+
+Recompute = Literal["none", "selective", "full"]
+Shard = Literal["none", "zero1", "zero2", "zero3"]
+LayoutSchedule = Literal["none", "gpipe", "1f1b", "interleaved", "zero-bubble"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a step is spread: ranks are numbered tp first, then dp, then pp (neighbours in tp share a node)."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    microbatch: float = 1
+    """Samples of a micro-batch."""
+    num_microbatches: int = 1
+    """Of one replica in one step."""
+    schedule: LayoutSchedule = "1f1b"
+    stages_per_rank: int = 1
+    """More than 1 only with the interleaved schedule."""
+    recompute: Recompute = "none"
+    """full: each layer's forward again in its backward; selective: attention's and elementwise parts only."""
+    shard: Shard = "none"
+    sequence_parallel: bool = False
+    """What tensor parallelism leaves whole is divided along the sequence (https://arxiv.org/abs/2205.05198)."""
+    cuts: tuple[int, ...] | None = None
+    """First layer of each stage but the first; None: as equal in time as whole layers allow."""
+    overlap: bool = True
+    """Gradients are reduced while the last micro-batch's backward runs, sharded parameters gathered ahead."""
+    fused: bool = False
+    """Elementwise chains run as one kernel (torch.compile, or hand-written kernels)."""
+    gradient_bytes: float | None = None
+    """Width of a gradient element as it is reduced; None: 4 in fp32 and tf32, else 2."""
+    per_node: int | None = None
+    """Devices of a node; None: the cluster's, or 8."""
+
+    @property
+    def num_devices(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def num_stages(self) -> int:
+        return self.pp * self.stages_per_rank
+
+    def check(self, num_layers: int) -> None:
+        """An ArgumentError with the numbers, where the layout is impossible."""
+        for name in ("tp", "pp", "dp", "num_microbatches", "stages_per_rank"):
+            if getattr(self, name) < 1:
+                raise ArgumentError(f"{name}={getattr(self, name)} is impossible: it is 1 or more")
+        if self.microbatch <= 0:
+            raise ArgumentError(f"a micro-batch of {self.microbatch} samples is impossible: give one or more")
+        if self.num_stages > num_layers:
+            raise ArgumentError(
+                f"{num_layers} layers cannot fill {self.num_stages} stages: use fewer pp or stages a rank"
+            )
+        if self.cuts is not None and len(self.cuts) != self.num_stages - 1:
+            raise ArgumentError(f"{len(self.cuts)} cuts make {len(self.cuts) + 1} stages, not {self.num_stages}")
+        if self.stages_per_rank > 1 and self.schedule not in ("interleaved", "zero-bubble"):
+            raise ArgumentError(
+                f"{self.stages_per_rank} stages a rank need schedule='interleaved', not {self.schedule!r}"
+            )
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """One micro-batch on one stage, seconds."""
+
+    layers: tuple[int, int]
+    """First layer, and the one after the last."""
+    forward_s: float
+    backward_s: float
+    """Without recomputation."""
+    recompute_s: float
+    tp_s: float
+    """All-reduces of tensor parallelism, forward, backward and recomputation."""
+    gather_s: float
+    """What gathering sharded parameters and scattering their gradients adds."""
+    send_s: float
+    """Sending activations and gradients on, both ways."""
+    weight_s: float
+    """The part of `backward_s` that makes gradients of parameters."""
+
+    @property
+    def total_s(self) -> float:
+        return self.forward_s + self.backward_s + self.recompute_s + self.tp_s + self.gather_s + self.send_s
+
+
+@dataclass(frozen=True)
+class StepBreakdown:
+    """One step, seconds; the parts add up to `step_s`."""
+
+    step_s: float
+    compute_s: float
+    """Forward and backward of the slowest stage, all its micro-batches."""
+    recompute_s: float
+    tp_s: float
+    gather_s: float
+    send_s: float
+    bubble_s: float
+    dp_s: float
+    """Reducing gradients, as far as it is not hidden."""
+    optimizer_s: float
+    base_s: float
+    stages: tuple[StageTime, ...]
+    flops: float
+    """Of forward and backward without recomputation, whole step, all devices."""
+    band: float
+    """The step is within step_s x (1 ± band) on two of three published runs."""
+    provenance: Literal["estimated"] = "estimated"
+
+
+@dataclass
+class Planner:
+    """Prices layouts of one model on one kind of device; keeps the layers it has priced."""
+
+    work: ModelWork
+    rates: Rates
+    intra: Link
+    inter: Link
+    per_node: int = 8
+    precision: Precision = "fp32"
+    _priced: dict[tuple[object, ...], LayerSeconds] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.precision not in PRECISIONS:
+            raise ArgumentError(f"precision {self.precision!r} is not known: use {', '.join(PRECISIONS)}")
+        self.network = Network(self.intra, self.inter, self.rates.constants)
+
+    def layer(self, work: LayerWork, layout: Layout) -> LayerSeconds:
+        key = (id(work), layout.tp, layout.sequence_parallel, layout.fused, layout.recompute == "selective")
+        if key not in self._priced:
+            self._priced[key] = self._price(work, layout)
+        return self._priced[key]
+
+    def _price(self, work: LayerWork, layout: Layout) -> LayerSeconds:
+        def sums(backward: bool, weight: bool = False, again: bool = False) -> tuple[float, float]:
+            kernels = work.backward if backward else work.forward
+            if weight:
+                kernels = tuple(kernel for kernel in kernels if kernel.weight)
+            if again:
+                kernels = tuple(k for k in kernels if k.kind != "convolution" and not k.linear)
+            seconds = sum(
+                self.rates.kernel_seconds(
+                    kernel,
+                    self.precision,
+                    tp=layout.tp,
+                    sequence_parallel=layout.sequence_parallel,
+                    fused=layout.fused,
+                )
+                for kernel in kernels
+            )
+            launches = sum(kernel.fused_launches if layout.fused else 1 for kernel in kernels)
+            return seconds, self.rates.host_seconds(launches, backward)
+
+        narrow = self._narrow(work)
+        reduce = [
+            sum(self.network.all_reduce_s(size * narrow, layout.tp, self.per_node) for size in sizes)
+            for sizes in (work.forward_reduces, work.backward_reduces)
+        ]
+        flops = sum(kernel.flops for kernel in (*work.forward, *work.backward))
+        forward, backward, again = sums(False), sums(True), sums(False, again=True)
+        return LayerSeconds(forward, backward, sums(True, weight=True)[0], again, reduce[0], reduce[1], flops)
+
+    def _narrow(self, work: LayerWork) -> float:
+        """Width of an activation on the wire, of its recorded width."""
+        wide = self.precision in ("fp32", "tf32")
+        share = work.output_float32_bytes / work.output_bytes if work.output_bytes else 1.0
+        return 1.0 if wide else 1 - share / 2
+
+    def step(
+        self, layout: Layout, *, optimizer_moved_bytes: float | None = None, calibration: float = 1.0
+    ) -> StepBreakdown:
+        """Seconds of one step. `calibration` multiplies all of them: measured / predicted of a run that was had.
+
+        `optimizer_moved_bytes`: read and written a parameter element by the optimizer; None: Adam's.
+        """
+        layout.check(len(self.work.layer_ids))
+        layers = self.work.at(layout.microbatch)
+        priced = [self.layer(work, layout) for work in layers]
+        bounds = self._bounds(layout, priced)
+        stages = [self._stage(layers, priced, *span, layout) for span in bounds]
+        m, p, v = layout.num_microbatches, layout.pp, layout.stages_per_rank
+        ranks = [stages[r::p] for r in range(p)]
+        totals = [sum(stage.total_s for stage in own) for own in ranks]
+        slowest = max(range(p), key=totals.__getitem__)
+        bubble = (sum(totals) - totals[slowest]) / v
+        if layout.schedule == "zero-bubble":
+            weights = sum(sum(2 * stage.weight_s for stage in own) for own in ranks)
+            bubble = max(0.0, bubble - weights * (p - 1) / p / v)
+        own = ranks[slowest]
+
+        def part(name: str) -> float:
+            return m * sum(float(getattr(stage, name)) for stage in own)
+
+        parameters = [self._rank_parameters(layers, bounds[r::p], layout) for r in range(p)]
+        dp_s = max(self._reduce(count, own_stages, layout) for count, own_stages in zip(parameters, ranks, strict=True))
+        optimizer_s = self.optimizer_seconds(max(parameters), layout, optimizer_moved_bytes)
+        c = self.rates.constants
+        compute_s, recompute_s = part("forward_s") + part("backward_s"), part("recompute_s")
+        tp_s, gather_s, send_s = part("tp_s"), part("gather_s"), part("send_s")
+        whole = compute_s + recompute_s + tp_s + gather_s + send_s + bubble + dp_s + optimizer_s + c.step_base_s
+        return StepBreakdown(
+            step_s=whole * calibration,
+            compute_s=compute_s * calibration,
+            recompute_s=recompute_s * calibration,
+            tp_s=tp_s * calibration,
+            gather_s=gather_s * calibration,
+            send_s=send_s * calibration,
+            bubble_s=bubble * calibration,
+            dp_s=dp_s * calibration,
+            optimizer_s=optimizer_s * calibration,
+            base_s=c.step_base_s * calibration,
+            stages=tuple(stages),
+            flops=sum(one.flops for one in priced) * m * layout.dp,
+            band=c.error_band,
+        )
+
+    def _bounds(self, layout: Layout, priced: Sequence[LayerSeconds]) -> list[tuple[int, int]]:
+        count = len(priced)
+        cuts = layout.cuts if layout.cuts is not None else balanced([one.total_s for one in priced], layout.num_stages)
+        return list(zip((0, *cuts), (*cuts, count), strict=True))
+
+    def _stage(
+        self, layers: Sequence[LayerWork], priced: Sequence[LayerSeconds], start: int, stop: int, layout: Layout
+    ) -> StageTime:
+        own = priced[start:stop]
+        forward = _longer(one.forward for one in own)
+        backward = _longer(one.backward for one in own)
+        again = 0.0
+        tp_s = sum(one.forward_reduce_s + one.backward_reduce_s for one in own)
+        if layout.recompute == "full":
+            again = forward
+            tp_s += sum(one.forward_reduce_s for one in own)
+        elif layout.recompute == "selective":
+            again = _longer(one.again for one in own)
+        send = 0.0
+        if layout.num_stages > 1:
+            same = layout.tp * layout.dp * 2 <= self.per_node
+            for place in (start, stop):
+                if 0 < place < len(layers):
+                    before = layers[place - 1]
+                    size = before.output_bytes * self._narrow(before) / layout.tp
+                    send += self.network.send_s(size, same)
+        gather = self._gather(layers[start:stop], forward + backward + again, layout)
+        weight = sum(one.weight_s for one in own)
+        return StageTime((start, stop), forward, backward, again, tp_s, gather, send, weight)
+
+    def _group(self, layout: Layout) -> int:
+        """Ranks of a replica group that sit in one node."""
+        return max(1, min(layout.dp, self.per_node // layout.tp))
+
+    def _gather(self, layers: Sequence[LayerWork], compute_s: float, layout: Layout) -> float:
+        """zero3: parameters gathered for forward and backward, gradients scattered, each micro-batch."""
+        if layout.shard != "zero3" or layout.dp == 1:
+            return 0.0
+        width = 4.0 if self.precision in ("fp32", "tf32") else 2.0
+        seconds = 0.0
+        for work in layers:
+            if work.parameters:
+                size = rank_parameters(work, layout.tp) * width
+                seconds += 3 * self.network.all_gather_s(size, layout.dp, self._group(layout))
+        if not layout.overlap:
+            return seconds
+        return max(seconds - self.rates.constants.overlap * compute_s, (1 - self.rates.constants.overlap) * seconds)
+
+    def _rank_parameters(self, layers: Sequence[LayerWork], spans: Sequence[tuple[int, int]], layout: Layout) -> float:
+        return sum(rank_parameters(work, layout.tp) for start, stop in spans for work in layers[start:stop])
+
+    def _reduce(self, parameters: float, stages: Sequence[StageTime], layout: Layout) -> float:
+        if layout.dp == 1 or layout.shard == "zero3":
+            return 0.0
+        wide = self.precision in ("fp32", "tf32")
+        width = layout.gradient_bytes or (4.0 if wide else 2.0)
+        group = self._group(layout)
+        seconds = self.network.all_reduce_s(parameters * width, layout.dp, group)
+        if layout.shard != "none":
+            element = 4.0 if wide else 2.0
+            seconds = self.network.all_gather_s(parameters * width, layout.dp, group)
+            seconds += self.network.all_gather_s(parameters * element, layout.dp, group)
+        if not layout.overlap:
+            return seconds
+        backward = sum(stage.backward_s for stage in stages)
+        share = self.rates.constants.overlap
+        return max(seconds - share * backward, (1 - share) * seconds)
+
+    def optimizer_seconds(self, parameters: float, layout: Layout, moved_bytes: float | None = None) -> float:
+        """One optimizer step over `parameters` elements; `moved_bytes` of each, None: Adam's."""
+        if layout.shard != "none":
+            parameters /= layout.dp
+        least = 28.0 if self.precision in ("fp32", "tf32", "bf16", "fp16") else 30.0
+        moved = least if moved_bytes is None else moved_bytes
+        return (
+            parameters
+            * moved
+            * self.rates.constants.optimizer
+            / (self.rates.bandwidth * self.rates.constants.bandwidth)
+        )
+
+
+@dataclass(frozen=True)
+class LayerSeconds:
+    """A layer's kernels and the host's share, each (device, host) seconds of one micro-batch."""
+
+    forward: tuple[float, float]
+    backward: tuple[float, float]
+    weight_s: float
+    again: tuple[float, float]
+    """What selective recomputation repeats."""
+    forward_reduce_s: float
+    backward_reduce_s: float
+    flops: float
+
+    @property
+    def total_s(self) -> float:
+        return max(self.forward) + max(self.backward) + self.forward_reduce_s + self.backward_reduce_s
+
+
+def training_step(
+    work: ModelWork,
+    cluster: Cluster | str,
+    layout: Layout,
+    *,
+    precision: Precision = "fp32",
+    hardware: str | None = None,
+    fitted: Constants | None = None,
+) -> StepBreakdown:
+    """One step of `work` under `layout` on a cluster, or on as many devices of that name as the layout needs.
+
+    For many layouts of one model make one `planner` and call its `step`.
+    """
+    return planner(work, cluster, precision=precision, hardware=hardware, fitted=fitted).step(layout)
+
+
+def planner(
+    work: ModelWork,
+    cluster: Cluster | str,
+    *,
+    precision: Precision = "fp32",
+    per_node: int | None = None,
+    hardware: str | None = None,
+    fitted: Constants | None = None,
+) -> Planner:
+    """A Planner for a cluster of equal devices, or for a device by its name with the catalog's links."""
+    if isinstance(cluster, str):
+        device, intra, inter = known_device(cluster, hardware)
+        per_node = per_node or 8
+    else:
+        device, intra, inter = cluster.devices[0], cluster.intra, cluster.inter
+        per_node = per_node or max(cluster.nodes.count(node) for node in set(cluster.nodes))
+    rates = Rates.of(device.name, hardware=hardware, fitted=fitted)
+    return Planner(work, rates, intra, inter, per_node, precision)
+
+
+def rank_parameters(work: LayerWork, tp: int) -> float:
+    """Parameter elements of a layer on one of `tp` ranks."""
+    return work.parameters - work.sharded_parameters * (1 - 1 / tp)
+
+
+def balanced(seconds: Sequence[float], num_stages: int) -> tuple[int, ...]:
+    """Cuts into `num_stages` contiguous parts whose largest sum is the least.
+
+    >>> balanced([1, 1, 1, 3], 2)
+    (3,)
+    """
+    low, high = max(seconds), sum(seconds)
+    for _ in range(60):
+        limit = (low + high) / 2
+        if _parts(seconds, limit, num_stages) is None:
+            low = limit
+        else:
+            high = limit
+    cuts = _parts(seconds, high, num_stages)
+    return cuts if cuts is not None else tuple(range(1, num_stages))
+
+
+def _parts(seconds: Sequence[float], limit: float, num_stages: int) -> tuple[int, ...] | None:
+    """Greedy: each stage as long as the limit allows, but leaving a layer for each later stage."""
+    cuts: list[int] = []
+    total = 0.0
+    for k, one in enumerate(seconds):
+        left = len(seconds) - k
+        full = total + one > limit * (1 + 1e-12)
+        if k and (full or left <= num_stages - 1 - len(cuts)):
+            if len(cuts) == num_stages - 1:
+                return None
+            cuts.append(k)
+            total = 0.0
+        total += one
+        if total > limit * (1 + 1e-9):
+            return None
+    return tuple(cuts)
+
+
+def _longer(pairs: object) -> float:
+    """Device or host, whichever takes longer over all of them: kernels queue up while the host is ahead."""
+    device = host = 0.0
+    for first, second in pairs:  # type: ignore[attr-defined]
+        device += first
+        host += second
+    return max(device, host)
+
+
+def replaced(layout: Layout, **changes: object) -> Layout:
+    """The same layout with some values changed."""
+    return dataclasses.replace(layout, **changes)  # type: ignore[arg-type]
+
+
+def model_flops_share(step: StepBreakdown, layout: Layout, peak: float) -> float:
+    """Model FLOPs utilisation: arithmetic without recomputation, of what the devices' peak allows."""
+    return step.flops / (step.step_s * layout.num_devices * peak) if step.step_s else math.nan
