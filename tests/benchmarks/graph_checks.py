@@ -1,0 +1,196 @@
+"""What a split of a published cost graph costs, from the file and the split alone: no solver code in here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+Graph = dict[str, Any]
+
+
+def ancestors(graph: Graph) -> dict[str, set[str]]:
+    """Each layer that is kept with all before it, itself included."""
+    dropped = set(graph.get("dropped") or ())
+    before: dict[str, set[str]] = {node["id"]: set() for node in graph["nodes"] if node["id"] not in dropped}
+    for tail, head, _ in graph["edges"]:
+        if tail in before and head in before:
+            before[head].add(tail)
+    found: dict[str, set[str]] = {}
+
+    def walk(name: str) -> None:
+        stack = [name]
+        while stack:
+            top = stack[-1]
+            missing = [one for one in before[top] if one not in found]
+            if missing:
+                stack += missing
+            else:
+                stack.pop()
+                found[top] = {top}.union(*(found[one] for one in before[top]))
+
+    for name in before:
+        walk(name)
+    return found
+
+
+def in_line(graph: Graph) -> list[dict[str, Any]]:
+    """The kept layers in an order that the edges allow, the file's own wherever it is one."""
+    above = ancestors(graph)
+    nodes = [node for node in graph["nodes"] if node["id"] in above]
+    if all(not above[node["id"]] & {later["id"] for later in nodes[k + 1 :]} for k, node in enumerate(nodes)):
+        return nodes
+    return sorted(nodes, key=lambda node: len(above[node["id"]]))
+
+
+def stored(node: dict[str, Any]) -> float:
+    """Bytes that a layer keeps for its backward pass; the output's where the file does not tell more."""
+    return float(node.get("stored_activation_bytes", node["activation_bytes"]))
+
+
+def _in_order(graph: Graph, parts: Sequence[Sequence[Any]]) -> None:
+    """Every kept layer once, and no edge from a later part to an earlier one."""
+    dropped = set(graph.get("dropped") or ())
+    place = {name: k for k, part in enumerate(parts) for name in part}
+    assert sum(map(len, parts)) == len(place) == len(graph["nodes"]) - len(dropped), "layers lost or placed twice"
+    for tail, head, _ in graph["edges"]:
+        if tail not in dropped and head not in dropped:
+            assert place[tail] <= place[head], f"{tail} comes after {head}"
+
+
+def _seconds(node: dict[str, Any]) -> float:
+    return float(node["forward_s"] or 0.0) + float(node["backward_s"] or 0.0)
+
+
+def minmax(graph: Graph, cuts: Sequence[int], num_stages: int) -> float:
+    nodes = in_line(graph)
+    edges = [0, *cuts, len(nodes)]
+    assert len(edges) == num_stages + 1 and all(a < b for a, b in pairwise(edges)), "an empty stage"
+    return max(sum(_seconds(node) for node in nodes[a:b]) for a, b in pairwise(edges))
+
+
+def even(graph: Graph, parts: Sequence[Sequence[str]], num_stages: int) -> float:
+    _in_order(graph, parts)
+    assert len(parts) <= num_stages
+    by_name = {node["id"]: node for node in graph["nodes"]}
+    return max(sum(_seconds(by_name[name]) for name in part) for part in parts)
+
+
+def alpa(graph: Graph, values: dict[str, str], stages: Sequence[tuple[int, int, int]]) -> float:
+    nodes, rate, batches = in_line(graph), float(values["bw"]), int(values["B"])
+    assert sum(count for *_, count in stages) == int(values["dev"]) and {d for *_, d in stages} <= {1, 2, 4, 8}
+    assert stages[0][0] == 0 and stages[-1][1] == len(nodes) and all(a[1] == b[0] for a, b in pairwise(stages))
+    costs = []
+    for k, (first, last, count) in enumerate(stages):
+        inside = nodes[first:last]
+        assert inside, "an empty stage"
+        weights = sum(node["parameter_bytes"] for node in inside)
+        cost = sum(map(_seconds, inside)) / count + 2 * (count - 1) / count * weights / (rate * batches)
+        costs.append(cost + (2 * nodes[first - 1]["activation_bytes"] / rate if first else 0.0))
+        if values["M"] != "None":
+            flying = sum(map(stored, inside))
+            assert 8 * weights + flying * (len(stages) - k) <= float(values["M"]) * count * (1 + 1e-12), "memory"
+    return sum(costs) + (batches - 1) * max(costs)
+
+
+def _sent(graph: Graph) -> dict[frozenset[str], float]:
+    """Bytes that PipeDream counts at the end of each down-set that it lists: of the layers of its antichain."""
+    above = ancestors(graph)
+    size = {node["id"]: float(node["activation_bytes"]) for node in graph["nodes"]}
+    sent: dict[frozenset[str], float] = {}
+    for state in graph["states"]:
+        ideal = frozenset().union(*(above[name] for name in state))
+        total = sum(size[name] for name in state)
+        sent[ideal] = min(total, sent.get(ideal, math.inf))
+    return sent
+
+
+def _replicated(
+    graph: Graph, stages: Sequence[dict[str, Any]], rate: float, work: Sequence[float], before: set[str], share: int = 1
+) -> float:
+    """The slowest stage or transfer of stages in order, on one level of links; `before`: layers of earlier servers."""
+    by_name = {node["id"]: node for node in graph["nodes"]}
+    sent, done, worst = _sent(graph), set(before), 0.0
+    for k, stage in enumerate(stages):
+        r = stage["replicas"]
+        assert stage["nodes"] and not done & set(stage["nodes"])
+        done |= set(stage["nodes"])
+        parameters = sum(by_name[name]["parameter_bytes"] for name in stage["nodes"])
+        reduced = 4 * (r - 1) * parameters / (rate * r) / (share if k == 0 else 1)
+        worst = max(worst, (work[k] + reduced) / r)
+        if k + 1 < len(stages):
+            out = sent[frozenset(done)]
+            worst = max(worst, 2 * out / (rate * stages[k + 1]["replicas"]), 2 * out / (rate * r) if k else 0.0)
+    return worst
+
+
+def pipedream(graph: Graph, values: dict[str, str], stages: Sequence[dict[str, Any]]) -> float:
+    _in_order(graph, [stage["nodes"] for stage in stages])
+    gpus, used = int(values["gpus"]), 0
+    by_name = {node["id"]: node for node in graph["nodes"]}
+    for stage in stages:
+        used += stage["replicas"]
+        if "mem" in values:
+            held = sum(by_name[name]["activation_bytes"] + by_name[name]["parameter_bytes"] for name in stage["nodes"])
+            assert math.ceil((gpus - used) / stage["replicas"]) * held <= float(values["mem"]), "memory"
+        assert values.get("replication") != "off" or stage["replicas"] == 1
+    assert used == gpus
+    work = [sum(_seconds(by_name[name]) for name in stage["nodes"]) for stage in stages]
+    rate = math.inf if values.get("comm") == "off" else float(values["bw"])
+    if rate == math.inf:  # transfers are free, reductions are not
+        rate = float(values["bw"])
+        seconds = []
+        for stage, seconds_ in zip(stages, work, strict=True):
+            r, parameters = stage["replicas"], sum(by_name[name]["parameter_bytes"] for name in stage["nodes"])
+            seconds.append((seconds_ + 4 * (r - 1) * parameters / (rate * r)) / r)
+        return max(seconds)
+    return _replicated(graph, stages, rate, work, set())
+
+
+def pipedream_servers(graph: Graph, values: dict[str, str], stages: Sequence[dict[str, Any]]) -> float:
+    """Stages over servers, each with the stages inside a server as "inner"."""
+    devices, servers = (int(x) for x in values["gpus"].split("x"))
+    within, between = (float(x) for x in values["bw"].split("x"))
+    _in_order(graph, [one["nodes"] for stage in stages for one in stage["inner"]])
+    assert sum(stage["replicas"] for stage in stages) == servers
+    by_name = {node["id"]: node for node in graph["nodes"]}
+    work, done = [], set()
+    for stage in stages:
+        inner = stage["inner"]
+        assert sum(one["replicas"] for one in inner) == devices
+        assert sorted(name for one in inner for name in one["nodes"]) == sorted(stage["nodes"])
+        seconds = [sum(_seconds(by_name[name]) for name in one["nodes"]) for one in inner]
+        work.append(_replicated(graph, inner, within, seconds, done))
+        done |= set(stage["nodes"])
+    return _replicated(graph, stages, between, work, set(), share=devices)
+
+
+def loads(graph: Graph, values: dict[str, str], parts: Sequence[tuple[str, Sequence[Any]]], in_order: bool) -> float:
+    """The largest load of accelerators (their layers, and each tensor that they send or receive) and CPUs (layers)."""
+    by_id = {node["id"]: node for node in graph["nodes"]}
+    place = {name: k for k, (_, part) in enumerate(parts) for name in part}
+    assert sum(len(part) for _, part in parts) == len(place) == len(by_id), "layers lost or placed twice"
+    kinds = [kind for kind, _ in parts]
+    assert kinds.count("accelerator") <= int(values["k"]) and kinds.count("cpu") <= graph["cpus"]
+    colors: dict[Any, int] = {}
+    for name, node in by_id.items():
+        if node["color_class"] is not None:
+            assert colors.setdefault(node["color_class"], place[name]) == place[name], "a colour class was split"
+    key = {"accelerator": "accelerator_time", "cpu": "cpu_time"}
+    total = [sum(by_id[name][key[kind]] for name in part) for kind, part in parts]
+    moved: set[tuple[int, Any]] = set()
+    for tail, head, _ in graph["edges"]:
+        if place[tail] != place[head]:
+            moved |= {(place[tail], tail), (place[head], tail)}
+    for device, tail in moved:
+        if kinds[device] == "accelerator":
+            total[device] += by_id[tail]["comm_cost"]
+    limit = float(values.get("mem", graph["memory_limit_bytes"]))
+    for kind, part in parts:
+        assert kind == "cpu" or sum(by_id[name]["memory_bytes"] for name in part) <= limit * (1 + 1e-9), "memory"
+    if in_order:
+        for tail, head, _ in graph["edges"]:
+            if not by_id[tail]["is_backward"] and not by_id[head]["is_backward"]:
+                assert place[tail] <= place[head], f"{tail} comes after {head}"
+    return max(total)
