@@ -16,7 +16,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from partitioner.display import Shown
 from partitioner.errors import ArgumentError
-from partitioner.profiles import Parameter, Profile, Tensor
+from partitioner.profiles import LayerCost, LayerMemory, Parameter, Profile, Tensor
+from partitioner.specs import Recompute
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -129,6 +130,46 @@ class _Dominance:
         return total
 
 
+class IntervalMax:
+    """The largest of values[first:last], any number of intervals at once: O(n log n) to build, O(1) a query.
+
+    The table of Bender & Farach-Colton 2000: row k holds the largest of the 2^k values from each place on.
+
+    >>> largest = IntervalMax(np.array([3.0, 1.0, 4.0, 1.0]))
+    >>> [float(largest(first, last)) for first, last in ((0, 2), (1, 2), (0, 4))]
+    [3.0, 1.0, 4.0]
+    """
+
+    def __init__(self, values: Floats) -> None:
+        rows = [np.asarray(values, float)]
+        while 2 ** len(rows) <= len(values):
+            half = 2 ** (len(rows) - 1)
+            longer = rows[-1].copy()
+            longer[:-half] = np.maximum(longer[:-half], rows[-1][half:])
+            rows.append(longer)
+        self._rows = np.array(rows)
+
+    def __call__(self, first: ArrayLike, last: ArrayLike) -> Any:
+        """Largest over the intervals [first, last), first < last; arrays of positions broadcast."""
+        i, j = np.asarray(first), np.asarray(last)
+        row = np.frexp(np.maximum(j - i, 1))[1] - 1
+        return np.maximum(self._rows[row, i], self._rows[row, np.maximum(j - 2**row, 0)])
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What the layers keep of a micro-batch until its backward, and what they need beside it while they run."""
+
+    kept_before: Floats
+    """[num_layers + 1] bytes kept of the layers before each position."""
+    reach: IntervalMax
+    """Of each layer: bytes kept of the layers before it, plus the most that it needs itself, kept bytes included."""
+
+    def working(self, first: ArrayLike, last: ArrayLike) -> Any:
+        """The most that the layers [first, last) need at one moment of one micro-batch, beyond what they all keep."""
+        return np.maximum(self.reach(first, last) - self.kept_before[np.asarray(last)], 0.0)
+
+
 @dataclass(frozen=True)
 class LayerArrays:
     """The graph at one micro-batch size: an array a figure, by layer position."""
@@ -180,6 +221,7 @@ class CostGraph(Shown):
         self.num_layers = len(self.ids)
         self._at: dict[float, LayerArrays] = {}
         self._standing: dict[float, IntervalSum] = {}
+        self._holding: dict[tuple[float, int, int, Recompute], Holding] = {}
         self._tensors = [
             (tensor, self.position[tensor.producer], sorted({self.position[name] for name in tensor.consumers}))
             for tensor in profile.tensors
@@ -296,7 +338,54 @@ class CostGraph(Shown):
                     backward[source, target] += num_bytes if tensor.needs_gradient else 0.0
         return tuple(StageTransfer(*pair, forward[pair], backward[pair]) for pair in sorted(forward))
 
+    def holding(self, samples: float, *, tp: int = 1, whole: int = 1, recompute: Recompute = "never") -> Holding:
+        """What a micro-batch of `samples` holds of the layers on one of `tp` tensor-parallel ranks. Kept for reuse.
+
+        `whole`: over how many ranks what tensor parallelism leaves whole is divided after all (by the sequence).
+        `recompute`: "always" keeps what each layer received, "selective" also the results of products and of attention.
+        """
+        key = (samples, tp, whole, recompute)
+        if key not in self._holding:
+            self._holding[key] = self._hold(samples, tp, whole, recompute)
+        return self._holding[key]
+
+    def _hold(self, samples: float, tp: int, whole: int, recompute: Recompute) -> Holding:
+        tables = {name: _interpolated(self.profile.microbatch_sizes, t, samples) for name, t in self._memory.items()}
+
+        def of(name: str) -> Floats:
+            divided = np.minimum(tables[f"{name}_divided_bytes"], tables[f"{name}_bytes"])
+            held: Floats = np.rint((tables[f"{name}_bytes"] - divided) / whole + divided / tp)
+            return held
+
+        saved = of("saved")
+        most = np.maximum(of("forward_peak"), of("backward_peak"))
+        kept = saved
+        if recompute != "never":
+            at = np.arange(self.num_layers)
+            received: Floats = np.asarray(self.at(samples).received(at, at + 1)) / whole
+            kept = received if recompute == "always" else np.minimum(saved, received + of("product"))
+            most = most + received
+        before = _before(kept)
+        return Holding(before, IntervalMax(before[:-1] + np.maximum(most, kept)))
+
     # Parameters
+
+    @cached_property
+    def divided_bytes(self) -> IntervalSum:
+        """The part of `weight_bytes` that a tensor-parallel group divides."""
+        return self._placed(lambda p: p.bytes * (p.divided is not None), np.zeros(self.num_layers))
+
+    @cached_property
+    def divided_gradient_bytes(self) -> IntervalSum:
+        """The part of `trainable_bytes` that a tensor-parallel group divides."""
+        return self._placed(lambda p: p.bytes * p.trainable * (p.divided is not None), np.zeros(self.num_layers))
+
+    @cached_property
+    def divided_elements(self) -> IntervalSum:
+        """The part of `trainable_elements` that a tensor-parallel group divides."""
+        return self._placed(
+            lambda p: math.prod(p.shape) * p.trainable * (p.divided is not None), np.zeros(self.num_layers)
+        )
 
     @cached_property
     def weight_bytes(self) -> IntervalSum:
@@ -374,6 +463,22 @@ class CostGraph(Shown):
             received=np.array(received, np.int64).reshape(-1, 3),
             num_layers=n,
         )
+
+    @cached_property
+    def _memory(self) -> dict[str, Floats]:
+        """[sizes, layers] a field of LayerMemory; a layer of which no more is known needs what it saves."""
+
+        def told(cost: LayerCost) -> LayerMemory:
+            saved = cost.saved_bytes
+            return cost.memory or LayerMemory(
+                saved_bytes=saved, product_bytes=saved, forward_peak_bytes=saved, backward_peak_bytes=saved
+            )
+
+        rows = [[told(cost) for cost in layer.costs] for layer in self.profile.layers]
+        return {
+            name: np.array([[getattr(memory, name) for memory in row] for row in rows], float).T
+            for name in LayerMemory.model_fields
+        }
 
     def _arrays(self, samples: float) -> LayerArrays:
         sizes, n = self.profile.microbatch_sizes, self.num_layers

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from partitioner.graph import CostGraph
+from partitioner.graph import CostGraph, IntervalMax, IntervalSum
 from partitioner.plan import MemoryItems
-from partitioner.schedule import in_flight
-from partitioner.specs import Device, ScheduleName, Training
+from partitioner.schedule import in_flight, placement
+from partitioner.specs import Device, Recompute, ScheduleName, Shard, StateBytes, Training
 
 BUCKET_BYTES = 25 * 2**20
 """What DistributedDataParallel puts into one gradient bucket by default."""
@@ -42,6 +43,22 @@ def stage_memory(
     return MemoryItems(**{name: math.ceil(value) for name, value in items.items()}, overhead=device.overhead_bytes)
 
 
+@dataclass(frozen=True)
+class Spread:
+    """How a stage's memory is divided over ranks beyond its layers, and what its training keeps of a parameter."""
+
+    tp: int = 1
+    """Tensor-parallel ranks: they divide the parameters marked `divided`, and what is made of them."""
+    sequence_parallel: bool = False
+    """What tensor parallelism leaves whole is divided by the sequence (Korthikanti et al. 2022)."""
+    dp: int = 1
+    shard: Shard = "none"
+    """Over `dp` ranks."""
+    recompute: Recompute = "never"
+    state: StateBytes | None = None
+    """None: weights and gradients as the profile has them, the optimizer's state as Training says."""
+
+
 def interval_memory(
     graph: CostGraph,
     training: Training,
@@ -51,30 +68,120 @@ def interval_memory(
     samples: float,
     held: ArrayLike,
     replicated: bool,
+    spread: Spread | None = None,
 ) -> dict[str, Any]:
-    """The items of `MemoryItems`, overhead left out, of a stage of the layers [first, last): arrays broadcast.
+    """The items of `MemoryItems` but overhead and slack, of a stage of the layers [first, last): arrays broadcast.
 
-    held: micro-batches in flight, broadcast as well. One micro-batch holds what its layers save for backward, what the
+    held: micro-batches in flight, broadcast as well. One micro-batch holds what its layers keep for backward, what the
     stage received (the leaves that gradients go back to) and what it sent (where backward starts again); one gradient
-    of each is on its way at a time. Replicas of a whole model run under DistributedDataParallel, whose buckets hold the
-    gradients a second time; stages with replicas reduce theirs after the last backward through one bucket.
+    of each is on its way at a time. Beside that, one layer at a time needs what it works with. Replicas of a whole
+    model run under DistributedDataParallel, whose buckets hold the gradients a second time; stages with replicas reduce
+    theirs after the last backward through one bucket.
     """
     i, j = np.asarray(first), np.asarray(last)
     costs, n = graph.at(samples), graph.num_layers
     held = np.asarray(held)
-    gradients = graph.trainable_bytes(i, j)
-    on_their_way = costs.received_gradient(i, j) + costs.sent_gradient(i, j)
-    whole = (i == 0) & (j == n)
-    buckets = np.where(whole, gradients, np.minimum(gradients, BUCKET_BYTES)) if replicated else 0.0
+    spread = spread or Spread()
+    tp, whole = spread.tp, spread.tp if spread.sequence_parallel else 1
+    holding = graph.holding(samples, tp=tp, whole=whole, recompute=spread.recompute)
+    weights = _divided(graph.weight_bytes, graph.divided_bytes, tp, i, j)
+    gradients = _divided(graph.trainable_bytes, graph.divided_gradient_bytes, tp, i, j)
+    elements = _divided(graph.trainable_elements, graph.divided_elements, tp, i, j)
+    master, step = 0.0 * elements, 0.0 * elements
+    optimizer = training.optimizer_bytes * elements
+    if spread.state is not None:
+        state = spread.state
+        gradients, optimizer = state.gradients * elements, state.moments * elements
+        master, step = state.master * elements, state.step * elements
+    is_whole_model = (i == 0) & (j == n)
+    bucketed = np.where(is_whole_model & (spread.shard == "none"), gradients, np.minimum(gradients, BUCKET_BYTES))
+    gathered = 0.0 * weights
+    if spread.shard != "none" and spread.dp > 1:
+        at = np.arange(n)
+        largest = IntervalMax(_divided(graph.weight_bytes, graph.divided_bytes, tp, at, at + 1))(i, j)
+        optimizer, master, step = optimizer / spread.dp, master / spread.dp, step / spread.dp
+        if spread.shard != "zero1":
+            gradients = gradients / spread.dp
+            gathered = gathered + largest
+        if spread.shard == "zero3":
+            weights = weights / spread.dp
+            gathered = gathered + 2 * largest  # of the layer at work and of the next
+    kept = held * (holding.kept_before[j] - holding.kept_before[i])
+    told = graph.profile.layers[-1].costs[0].memory is not None
+    loss = np.where(j == n, held * (holding.kept_before[n] - holding.kept_before[n - 1]), 0.0) if told else 0.0 * kept
+    received = held * costs.received(i, j) / whole
+    on_their_way = (costs.received_gradient(i, j) + costs.sent_gradient(i, j)) / whole
+    workspace = held * costs.sent(i, j) / whole + on_their_way + holding.working(i, j)
     return {
-        "weights": graph.weight_bytes(i, j),
+        "weights": weights,
         "buffers": graph.profile.buffer_bytes + graph.buffer_bytes(i, j),
         "gradients": gradients,
-        "optimizer": training.optimizer_bytes * graph.trainable_elements(i, j),
-        "activations": held * (costs.saved_before[j] - costs.saved_before[i]),
-        "received": held * costs.received(i, j),
-        "workspace": held * costs.sent(i, j) + on_their_way + buckets,
+        "optimizer": optimizer,
+        "master": master,
+        "activations": kept - loss,
+        "loss": loss,
+        "received": received,
+        "workspace": np.maximum(workspace, step - kept - received),
+        "buckets": bucketed if replicated else 0.0 * gradients,
+        "gathered": gathered,
     }
+
+
+def rank_memory(
+    graph: CostGraph,
+    training: Training,
+    device: Device,
+    *,
+    cuts: Sequence[int],
+    schedule: ScheduleName,
+    num_ranks: int,
+    num_microbatches: int,
+    samples: float,
+    spread: Spread,
+) -> tuple[MemoryItems, ...]:
+    """Bytes that each of a pipeline's `num_ranks` ranks holds at its peak, the allocator's slack included.
+
+    The stages of one rank hold what they keep together, each at its own peak, and work one at a time.
+    """
+    bounds = graph.bounds(cuts)
+    p = len(bounds)
+    count = min(num_microbatches, 4 * p)  # no more are ever in flight but under gpipe, where it is all of them
+    held = [
+        num_microbatches if schedule == "gpipe" else in_flight(schedule, stage, p, count, num_ranks=num_ranks)
+        for stage in range(p)
+    ]
+    first, last = np.array(bounds).T
+    items = interval_memory(
+        graph,
+        training,
+        first,
+        last,
+        samples=samples,
+        held=np.array(held),
+        replicated=spread.dp > 1,
+        spread=spread,
+    )
+    items["buffers"] = items["buffers"] - graph.profile.buffer_bytes * (np.arange(p) >= num_ranks)  # once a rank
+    places = np.array(placement(schedule, p, num_ranks))
+    groups = (spread.tp > 1) + (num_ranks > 1) + (spread.dp > 1)
+    overhead = device.overhead_bytes + groups * device.communicator_bytes
+    ranks = []
+    for rank in range(num_ranks):
+        own = places == rank
+        values = {name: float(np.max(v[own]) if name in _AT_A_TIME else np.sum(v[own])) for name, v in items.items()}
+        slack = device.slack * sum(values.values())
+        whole = {name: math.ceil(value) for name, value in values.items()}
+        ranks.append(MemoryItems(**whole, overhead=overhead, slack=math.ceil(slack)))
+    return tuple(ranks)
+
+
+_AT_A_TIME = ("workspace", "gathered", "buckets")
+
+
+def _divided(total: IntervalSum, divided: IntervalSum, tp: int, first: Any, last: Any) -> Any:
+    """What one of `tp` ranks has of the layers [first, last)."""
+    whole = total(first, last)
+    return whole if tp == 1 else whole - divided(first, last) * (1 - 1 / tp)
 
 
 def memory_limit(device: Device, training: Training) -> int:

@@ -24,14 +24,25 @@ class MemoryItems(Frozen):
     buffers: Bytes = 0
     gradients: Bytes = 0
     optimizer: Bytes = 0
+    master: Bytes = 0
+    """The optimizer's own 32-bit copy of weights that are in 16 bits."""
     activations: Bytes = 0
-    """Saved for backward, all micro-batches in flight together."""
+    """Kept for backward, all micro-batches in flight together."""
+    loss: Bytes = 0
+    """Kept by the last layer of an estimated model, in flight together: what makes its output, and the loss."""
     received: Bytes = 0
     """Tensors received from other stages, in flight together."""
     workspace: Bytes = 0
-    """Outputs sent and kept for their backward, in flight together; gradients on their way; communication buckets."""
+    """Outputs sent and kept for their backward, in flight together; gradients on their way; the most that a layer at
+    work, or the optimizer's step, needs beside what is kept."""
+    buckets: Bytes = 0
+    """Gradients in communication buckets."""
+    gathered: Bytes = 0
+    """Weights of sharded layers, whole while they are used, and their gradients until these are scattered."""
     overhead: Bytes = 0
-    """Context and allocator slack of the device."""
+    """Context and communicators of the device."""
+    slack: Bytes = 0
+    """What the allocator holds beyond what is in use."""
 
     @property
     def total(self) -> int:

@@ -17,6 +17,24 @@ from partitioner.specs import Bytes, Frozen, Seconds
 FORMAT_VERSION: Final = 1
 
 
+class LayerMemory(Frozen):
+    """What one layer holds at one micro-batch size, told without a device. `divided` is the part that a tensor-parallel
+    group would divide; the rest every rank of the group holds whole, or by sequence under sequence parallelism."""
+
+    saved_bytes: Bytes = 0
+    """What autograd keeps from its forward until its backward; storages once, parameters left out."""
+    saved_divided_bytes: Bytes = 0
+    product_bytes: Bytes = 0
+    """The part that selective recomputation keeps: results of products with weights and of fused attention."""
+    product_divided_bytes: Bytes = 0
+    forward_peak_bytes: Bytes = 0
+    """The most alive during its forward, beyond what earlier layers saved; its own saved bytes are part of it."""
+    forward_peak_divided_bytes: Bytes = 0
+    backward_peak_bytes: Bytes = 0
+    """Likewise during its backward."""
+    backward_peak_divided_bytes: Bytes = 0
+
+
 class LayerCost(Frozen):
     """One layer at one micro-batch size. Spreads are half of the interquartile range of the repeats."""
 
@@ -30,6 +48,8 @@ class LayerCost(Frozen):
     saved_bytes: Bytes = 0
     """What autograd keeps from this layer's forward until its backward; storages once, parameters left out."""
     flops: Annotated[float, Field(ge=0)] = 0.0
+    memory: LayerMemory | None = None
+    """Where it was told without a device."""
 
 
 class Layer(Frozen):
@@ -113,6 +133,8 @@ class Parameter(Frozen):
     trainable: bool
     layers: tuple[str, ...]
     """Layers that use it, in order; a parameter used on two stages lives on both and is kept equal."""
+    divided: Annotated[int, Field(ge=0)] | None = None
+    """The dimension that a tensor-parallel group divides; None: each of its ranks holds it whole."""
 
 
 class Buffer(Frozen):

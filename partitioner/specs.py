@@ -8,7 +8,7 @@ import re
 import tomllib
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -21,6 +21,12 @@ ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubb
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 EXECUTED: tuple[ScheduleName, ...] = ("gpipe", "1f1b")
 """Schedules that the executor of this version runs, one stage a rank; the others can be predicted and compared."""
+Precision = Literal["fp32", "bf16", "fp16", "bf16-mixed", "fp16-mixed"]
+"""mixed: weights, activations and gradients in 16 bits, the optimizer's copy of the weights and its state in 32."""
+Shard = Literal["none", "zero1", "zero2", "zero3"]
+"""Over replicas: zero1 the optimizer's state, zero2 gradients too, zero3 weights too (Rajbhandari et al. 2020)."""
+Recompute = Literal["never", "selective", "always"]
+"""What a backward computes again: selective all but products with weights and fused attention, always whole layers."""
 Objective = Literal["train", "throughput", "latency"]
 
 
@@ -78,6 +84,11 @@ class Device(Frozen):
     kind: Literal["cuda", "cpu"] = "cuda"
     memory_bytes: Bytes
     overhead_bytes: Bytes = 0
+    """The context, before anything is allocated."""
+    communicator_bytes: Bytes = 0
+    """Of each group of ranks that it communicates with: one for each axis of the mesh."""
+    slack: Annotated[float, Field(ge=0)] = 0.0
+    """What the allocator holds beyond what is in use, as a share of it."""
     relative_speed: Annotated[float, Field(gt=0)] = 1.0
 
     @property
@@ -257,6 +268,38 @@ def _known_link(entry: dict[str, Any]) -> Link:
 
 OPTIMIZER_BYTES = {"sgd": 0, "sgd-momentum": 4, "adam": 8, "adamw": 8}
 """Optimizer state of an fp32 parameter element, bytes: momentum is one copy of it, Adam's two moments are two."""
+
+
+class StateBytes(NamedTuple):
+    """Bytes of a trainable parameter element on a rank that shares nothing."""
+
+    weights: float
+    gradients: float
+    master: float
+    """The optimizer's own 32-bit copy of the weights."""
+    moments: float
+    step: float
+    """Passing, while the optimizer steps: gradients widened to 32 bits."""
+
+    @property
+    def total(self) -> float:
+        """What is there all the time."""
+        return self.weights + self.gradients + self.master + self.moments
+
+
+def state_bytes(optimizer: str, precision: Precision, *, accumulate: Literal["auto", "fp32"] = "auto") -> StateBytes:
+    """What training keeps of each parameter element.
+
+    `accumulate="fp32"`: gradients are added up in 32 bits, whatever the weights are in.
+
+    >>> [state_bytes("adamw", precision).total for precision in ("fp32", "bf16", "bf16-mixed")]
+    [16.0, 8.0, 16.0]
+    """
+    width = 4.0 if precision == "fp32" else 2.0
+    mixed = precision.endswith("-mixed")
+    gradients = 4.0 if accumulate == "fp32" else width
+    moments = optimizer_state_bytes(optimizer, 4.0 if mixed else width)
+    return StateBytes(width, gradients, 4.0 if mixed else 0.0, moments, 4.0 if mixed and gradients < 4 else 0.0)
 
 
 def optimizer_state_bytes(optimizer: str, element_bytes: float = 4) -> float:

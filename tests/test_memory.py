@@ -91,9 +91,9 @@ def test_buffers_are_charged_to_the_stages_that_use_them_and_the_rest_to_all():
 
 def test_replicas_of_a_whole_model_hold_their_gradients_again_in_buckets():
     profile = chain([1.0] * 2, parameter_bytes=2 * BUCKET_BYTES)
-    assert items_of(profile, cuts=(), stage=0, dp=1).workspace == 0
-    assert items_of(profile, cuts=(), stage=0, dp=2).workspace == 4 * BUCKET_BYTES
-    assert items_of(profile, cuts=(1,), stage=0, dp=2).workspace == BUCKET_BYTES  # one bucket at a time
+    assert items_of(profile, cuts=(), stage=0, dp=1).buckets == 0
+    assert items_of(profile, cuts=(), stage=0, dp=2).buckets == 4 * BUCKET_BYTES
+    assert items_of(profile, cuts=(1,), stage=0, dp=2).buckets == BUCKET_BYTES  # one bucket at a time
 
 
 def test_the_micro_batch_is_the_batch_over_replicas_and_micro_batches():

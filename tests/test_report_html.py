@@ -167,7 +167,7 @@ SPANS = ("forward", "backward", "weight", "waits", "sync", "optimizer", "idle")
 @pytest.mark.parametrize("vision", VISION)
 @pytest.mark.parametrize("mode", Shade._fields)
 def test_colours_are_told_apart_with_any_colour_vision(mode: str, vision: str) -> None:
-    pairs = [*combinations(SPANS, 2), *combinations(MEMORY_ROLES.values(), 2), ("loss", "gain")]
+    pairs = [*combinations(SPANS, 2), *combinations(dict.fromkeys(MEMORY_ROLES.values()), 2), ("loss", "gain")]
     for one, other in pairs:
         assert difference(getattr(ROLES[one], mode), getattr(ROLES[other], mode), vision) > 8, (one, other)
     for shade, following in zip(STAGES, [*STAGES[1:], STAGES[0]], strict=True):

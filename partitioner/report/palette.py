@@ -62,12 +62,17 @@ MEMORY_ROLES = {
     "buffers": "buffers",
     "gradients": "gradients",
     "optimizer": "optimizer state",
+    "master": "optimizer state",
     "activations": "activations",
+    "loss": "activations",
     "received": "received",
     "workspace": "workspace",
+    "buckets": "workspace",
+    "gathered": "workspace",
     "overhead": "overhead",
+    "slack": "overhead",
 }
-"""Field of MemoryItems -> its role."""
+"""Field of MemoryItems -> its role; neighbours of one kind share it."""
 
 
 def as_css() -> tuple[str, str]:
