@@ -71,6 +71,8 @@ class Constants:
     network_base_s: float
     overlap: float
     """Share of a collective that disappears behind arithmetic where the framework overlaps the two."""
+    straggler: float
+    """Waiting for the slowest of n replicas, of their step, times log2(n)."""
     optimizer: float
     """Times the optimizer's bytes are moved, of the fewest possible."""
     step_base_s: float

@@ -48,6 +48,8 @@ class Layout:
     """More than 1 only with the interleaved schedule."""
     recompute: Recompute = "none"
     """full: each layer's forward again in its backward; selective: attention's and elementwise parts only."""
+    recompute_share: float = 1.0
+    """Share of the layers that are recomputed."""
     shard: Shard = "none"
     sequence_parallel: bool = False
     """What tensor parallelism leaves whole is divided along the sequence (https://arxiv.org/abs/2205.05198)."""
@@ -222,6 +224,7 @@ class Planner:
 
         parameters = [self._rank_parameters(layers, bounds[r::p], layout) for r in range(p)]
         dp_s = max(self._reduce(count, own_stages, layout) for count, own_stages in zip(parameters, ranks, strict=True))
+        dp_s += self.rates.constants.straggler * math.log2(layout.dp) * m * totals[slowest]
         optimizer_s = self.optimizer_seconds(max(parameters), layout, optimizer_moved_bytes)
         c = self.rates.constants
         compute_s, recompute_s = part("forward_s") + part("backward_s"), part("recompute_s")
@@ -269,6 +272,7 @@ class Planner:
                     before = layers[place - 1]
                     size = before.output_bytes * self._narrow(before) / layout.tp
                     send += self.network.send_s(size, same)
+        again *= layout.recompute_share
         gather = self._gather(layers[start:stop], forward + backward + again, layout)
         weight = sum(one.weight_s for one in own)
         return StageTime((start, stop), forward, backward, again, tp_s, gather, send, weight)
@@ -377,6 +381,21 @@ def planner(
         per_node = per_node or max(cluster.nodes.count(node) for node in set(cluster.nodes))
     rates = Rates.of(device.name, hardware=hardware, fitted=fitted)
     return Planner(work, rates, intra, inter, per_node, precision)
+
+
+def data_parallel_speedup(
+    single_s: float, gradient_bytes: float, ranks: int, per_node: int, network: Network, backward_share: float = 2 / 3
+) -> float:
+    """How much faster `ranks` replicas are than one, each with its own share of samples as large as the one's.
+
+    `single_s`: a step of one replica alone, measured or estimated. Gradients are reduced while the backward runs.
+    """
+    if ranks == 1:
+        return 1.0
+    c = network.constants
+    reduce_s = network.all_reduce_s(gradient_bytes, ranks, min(ranks, per_node))
+    exposed = max(reduce_s - c.overlap * backward_share * single_s, (1 - c.overlap) * reduce_s)
+    return ranks * single_s / (single_s * (1 + c.straggler * math.log2(ranks)) + exposed)
 
 
 def rank_parameters(work: LayerWork, tp: int) -> float:

@@ -1,0 +1,205 @@
+"""Score predictions against published measurements: python tests/benchmarks/capacity.py --truth DIR --json out.json
+
+A line a source: rows, mean and median absolute error, bias, Kendall tau within models, seconds taken. With --calibrate a
+source's first run fixes one factor for the others, as a measured run would. --rows FILE writes every row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from published_models import work_of
+from published_runs import Run, Speedup, rows_of, runs_of, speedups_of
+
+from partitioner.rates import Constants, Network, Rates, constants
+from partitioner.specs import known_device
+from partitioner.steps import Planner, StepBreakdown, data_parallel_speedup
+
+
+class Predictor:
+    """Keeps planners: rows of one model on one device share what has been priced."""
+
+    def __init__(self, fitted: Constants) -> None:
+        self.fitted = fitted
+        self.planners: dict[object, Planner] = {}
+
+    def step(self, run: Run) -> StepBreakdown:
+        key = (run.dims, run.device, run.precision, run.port, run.layout.per_node)
+        if key not in self.planners:
+            _, intra, inter = known_device(run.device)
+            rates = Rates.of(run.device, fitted=self.fitted)
+            per_node = run.layout.per_node or 8
+            self.planners[key] = Planner(
+                work_of(run.dims),
+                rates,
+                intra,
+                run.port or inter,
+                per_node,
+                run.precision,  # type: ignore[arg-type]
+            )
+        return self.planners[key].step(run.layout)
+
+    def seconds(self, run: Run) -> float:
+        step = self.step(run)
+        return step.step_s if run.whole_step else step.step_s - step.optimizer_s - step.base_s
+
+    def speedup(self, one: Speedup) -> float:
+        _, intra, inter = known_device(one.device)
+        network = Network(intra, inter, self.fitted)
+        width = 4.0
+
+        def step(ranks: int) -> float:
+            return data_parallel_speedup(one.single_s, one.parameters * width, ranks, one.per_node, network)
+
+        return step(one.ranks) / step(one.base_ranks)
+
+
+def kendall(pairs: Sequence[tuple[float, float]]) -> tuple[int, int]:
+    """Pairs in the same order less pairs in the other, and their number; ties in the measurement are left out."""
+    agree = total = 0
+    for k, (p, m) in enumerate(pairs):
+        for q, n in pairs[k + 1 :]:
+            if m != n:
+                total += 1
+                agree += 1 if (p - q) * (m - n) > 0 else -1 if (p - q) * (m - n) < 0 else 0
+    return agree, total
+
+
+def scores(pairs: Sequence[tuple[float, float, object]]) -> dict[str, float]:
+    """Of (predicted, measured, group): errors in percent of the measured; tau over pairs within a group."""
+    errors = [100 * (p / m - 1) for p, m, _ in pairs]
+    groups: dict[object, list[tuple[float, float]]] = defaultdict(list)
+    for p, m, group in pairs:
+        groups[group].append((p, m))
+    counted = [kendall(group) for group in groups.values()]
+    agree, total = sum(a for a, _ in counted), sum(t for _, t in counted)
+    overall = kendall([(p, m) for p, m, _ in pairs])
+    return {
+        "rows": len(pairs),
+        "mape_pct": statistics.fmean(map(abs, errors)),
+        "median_pct": statistics.median(map(abs, errors)),
+        "bias_pct": statistics.fmean(errors),
+        "kendall_tau": overall[0] / overall[1] if overall[1] else math.nan,
+        "kendall_tau_within": agree / total if total else math.nan,
+    }
+
+
+def calibrated(pairs: Sequence[tuple[float, float, object]]) -> float:
+    """Mean error where one factor a source was measured on a run: each row in turn is that run, the others are scored."""
+    if len(pairs) < 2:
+        return math.nan
+    logs = [math.log(p / m) for p, m, _ in pairs]
+    middle = statistics.median(logs)
+    return 100 * statistics.fmean(abs(math.exp(one - middle) - 1) for one in logs)
+
+
+def group_of(run: Run) -> object:
+    """Runs of which one would pick the fastest: the same work on the same devices."""
+    row = run.facts
+    return (run.dims.layers, run.dims.hidden, run.dims.length, run.device, row["n_gpus"], row["global_batch"])
+
+
+def split_of(row_id: str) -> str:
+    """fit or check: by the digits of the row's id, so that it never changes."""
+    digits = int("".join(c for c in row_id if c.isdigit()) or 0)
+    return "fit" if (digits * 2654435761 >> 7) % 2 == 0 else "check"
+
+
+def sources(truth: Path, only: Iterable[str] = ()) -> dict[str, tuple[list[Run], list[Speedup]]]:
+    wanted = set(only)
+    found = {}
+    for path in sorted(truth.glob("*.csv")):
+        if wanted and path.stem not in wanted:
+            continue
+        header = rows_of(path)[0] if path.stat().st_size else {}
+        if "dp_scaling" in path.stem:
+            found[path.stem] = ([], list(speedups_of(path)))
+        elif "iter_time_s" in header:
+            found[path.stem] = (list(runs_of(path)), [])
+    return {stem: pair for stem, pair in found.items() if pair[0] or pair[1]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--truth", type=Path, required=True, help="directory of the CSV files")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rows", type=Path, help="write every row: predicted, measured, parts")
+    parser.add_argument("--source", action="append", default=[], help="only these files (stem)")
+    parser.add_argument("--split", choices=("all", "fit", "check"), default="all")
+    arguments = parser.parse_args()
+    predictor = Predictor(constants())
+    result: dict[str, dict[str, float]] = {}
+    details = []
+    head = f"{'source':44}{'rows':>6}{'mape %':>8}{'median':>8}{'bias':>8}{'tau':>7}{'within':>8}{'calib.':>8}{'s':>7}"
+    print(head)
+    for stem, (runs, speedups) in sources(arguments.truth, arguments.source).items():
+        begun = time.perf_counter()
+        pairs: list[tuple[float, float, object]] = []
+        left_out = 0
+        for run in runs:
+            if arguments.split != "all" and split_of(run.row_id) != arguments.split:
+                continue
+            seconds = predictor.seconds(run)
+            parts = predictor.step(run)
+            if run.scored:
+                pairs.append((seconds, run.measured_s, group_of(run)))
+            else:
+                left_out += 1
+            details.append(
+                {
+                    "source": stem, "row": run.row_id, "model": run.facts["model"], "device": run.device,
+                    "predicted_s": seconds, "measured_s": run.measured_s, "ratio": seconds / run.measured_s,
+                    "scored": run.scored, "tp": run.layout.tp, "pp": run.layout.pp, "dp": run.layout.dp,
+                    "mb": run.layout.microbatch, "m": run.layout.num_microbatches, "length": run.dims.length,
+                    "schedule": run.layout.schedule, "recompute": run.layout.recompute,
+                    **{name: getattr(parts, name) for name in (
+                        "compute_s", "recompute_s", "tp_s", "gather_s", "send_s", "bubble_s", "dp_s", "optimizer_s")},
+                }
+            )  # fmt: skip
+        for one in speedups:
+            if arguments.split != "all" and split_of(one.row_id) != arguments.split:
+                continue
+            value = predictor.speedup(one)
+            if one.scored:
+                pairs.append((value, one.measured, (one.model, one.device, one.precision)))
+            else:
+                left_out += 1
+            details.append(
+                {"source": stem, "row": one.row_id, "model": one.model, "device": one.device, "predicted_s": value,
+                 "measured_s": one.measured, "ratio": value / one.measured, "scored": one.scored, "dp": one.ranks,
+                 "compute_s": one.single_s}
+            )  # fmt: skip
+        if not pairs:
+            continue
+        line = scores(pairs) | {"not_scored": left_out, "calibrated_mape_pct": calibrated(pairs)}
+        line["seconds"] = time.perf_counter() - begun
+        result[stem] = line
+        print(
+            f"{stem:44}{line['rows']:6}{line['mape_pct']:8.1f}{line['median_pct']:8.1f}{line['bias_pct']:8.1f}"
+            f"{line['kendall_tau']:7.2f}{line['kendall_tau_within']:8.2f}{line['calibrated_mape_pct']:8.1f}"
+            f"{line['seconds']:7.1f}",
+            flush=True,
+        )
+    if arguments.rows:
+        names = list(dict.fromkeys(name for detail in details for name in detail))
+        with arguments.rows.open("w", newline="") as file:
+            writer = csv.DictWriter(file, names)
+            writer.writeheader()
+            writer.writerows(details)
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"split": arguments.split, "sources": result}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

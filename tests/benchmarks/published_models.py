@@ -1,0 +1,162 @@
+"""Models of published runs, rebuilt from their stated dimensions on the meta device.
+
+Only one block is built and recorded: the others are equal to it, which is what the recorder would find.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from partitioner.kernels import record_work
+from partitioner.work import LayerWork, ModelWork
+
+F = nn.functional
+
+
+@dataclass(frozen=True)
+class Dimensions:
+    """What a row states of its model."""
+
+    kind: str
+    """gpt, llama, bert."""
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    length: int
+    flash: bool
+    """Fused attention; else matmul, softmax, matmul."""
+    training: bool = True
+    dropout: bool = True
+    context_parallel: int = 1
+    """Ranks over which the sequence is divided: each holds its part of the queries, and sees all keys."""
+
+
+class Attention(nn.Module):
+    def __init__(self, d: Dimensions) -> None:
+        super().__init__()
+        self.d, self.width = d, d.hidden // d.heads
+        bias = d.kind != "llama"
+        self.qkv = nn.Linear(d.hidden, self.width * (d.heads + 2 * d.kv_heads), bias=bias)
+        self.out = nn.Linear(self.width * d.heads, d.hidden, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        d, (batch, length, _) = self.d, x.shape
+        q, k, v = self.qkv(x).split([self.width * n for n in (d.heads, d.kv_heads, d.kv_heads)], -1)
+        q, k, v = (t.view(batch, length, -1, self.width).transpose(1, 2) for t in (q, k, v))
+        if d.kind == "llama":
+            q, k = rotated(q), rotated(k)
+        if d.flash:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=d.kind != "bert")
+        else:
+            if d.kv_heads != d.heads:
+                k, v = (t.repeat_interleave(d.heads // d.kv_heads, 1) for t in (k, v))
+            scores = torch.matmul(q, k.transpose(-1, -2)) * self.width**-0.5
+            mask = torch.ones(length, length, dtype=torch.bool, device=x.device)
+            p = torch.softmax(torch.where(mask, scores, -1e4), -1)
+            if d.training and d.dropout:
+                p = F.dropout(p, 0.1)
+            y = torch.matmul(p, v)
+        return self.out(y.transpose(1, 2).reshape(batch, length, -1))
+
+
+def rotated(x: torch.Tensor) -> torch.Tensor:
+    turn = torch.empty(x.shape[-2], x.shape[-1], device=x.device, dtype=x.dtype)
+    half = x.shape[-1] // 2
+    return x * turn + torch.cat((-x[..., half:], x[..., :half]), -1) * turn
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
+
+
+class Block(nn.Module):
+    def __init__(self, d: Dimensions) -> None:
+        super().__init__()
+        norm = RMSNorm if d.kind == "llama" else nn.LayerNorm
+        self.d = d
+        self.norm1, self.norm2, self.attention = norm(d.hidden), norm(d.hidden), Attention(d)
+        gated = d.kind == "llama"
+        self.up = nn.Linear(d.hidden, d.ffn * (2 if gated else 1), bias=not gated)
+        self.down = nn.Linear(d.ffn, d.hidden, bias=not gated)
+
+    def dropped(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(x, 0.1) if self.d.training and self.d.dropout and self.d.kind != "llama" else x
+
+    def mlp(self, x: torch.Tensor) -> torch.Tensor:
+        if self.d.kind == "llama":
+            a, b = self.up(x).chunk(2, -1)
+            return self.down(F.silu(a) * b)
+        return self.down(F.gelu(self.up(x)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.d.kind == "bert":
+            x = self.norm1(x + self.dropped(self.attention(x)))
+            return self.norm2(x + self.dropped(self.mlp(x)))
+        x = x + self.dropped(self.attention(self.norm1(x)))
+        return x + self.dropped(self.mlp(self.norm2(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, d: Dimensions) -> None:
+        super().__init__()
+        self.d = d
+        self.embed = nn.Embedding(d.vocab, d.hidden)
+        self.positions = nn.Embedding(d.length, d.hidden) if d.kind != "llama" else None
+        self.blocks = nn.ModuleList([Block(d)])
+        self.norm = RMSNorm(d.hidden) if d.kind == "llama" else nn.LayerNorm(d.hidden)
+        self.head = nn.Linear(d.hidden, d.vocab, bias=False)
+        if d.kind != "llama":
+            self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        y = self.embed(x)
+        if self.positions is not None:
+            y = y + self.positions(torch.arange(x.shape[1], device=x.device))
+        for block in self.blocks:
+            y = block(y)
+        logits = self.head(self.norm(y))
+        if not self.d.training:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
+@functools.cache
+def work_of(d: Dimensions) -> ModelWork:
+    """Kernels of the whole model: its one block, as often as it has layers."""
+    local = dataclasses.replace(d, length=d.length // d.context_parallel)
+    with torch.device("meta"):
+        model = Model(local)
+        x = torch.zeros(2, local.length, dtype=torch.long)
+    if not d.training:
+        model.eval()
+    names = ("embed", "blocks.0", "norm", "head")
+    work = record_work(model, {"x": x, "labels": x}, names, training=d.training)
+    layers_at = tuple(
+        (layers[0], *[_seeing_all(layers[1], d.context_parallel)] * d.layers, *layers[2:]) for layers in work.layers_at
+    )
+    ids = ("embed", *[f"blocks.{k}" for k in range(d.layers)], "norm", "head")
+    return dataclasses.replace(work, layer_ids=ids, layers_at=layers_at, _cache={})
+
+
+def _seeing_all(layer: LayerWork, ranks: int) -> LayerWork:
+    """Attention over the whole sequence's keys, of which a rank holds only its part."""
+    if ranks == 1:
+        return layer
+
+    def wider(kernels: tuple) -> tuple:  # type: ignore[type-arg]
+        return tuple(k._replace(flops=k.flops * ranks) if k.kind == "attention" else k for k in kernels)
+
+    return dataclasses.replace(layer, forward=wider(layer.forward), backward=wider(layer.backward))

@@ -1,0 +1,381 @@
+"""Rows of published measurements as what the estimator is asked: a model, a device, a layout, and the time measured.
+
+What a framework does (hand-fused kernels, fused attention, overlap, the width of reduced gradients) is a fact of that
+software at that date and stands here once a source; nothing here was fitted.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from published_models import Dimensions
+
+from partitioner.specs import Link
+from partitioner.steps import Layout
+
+Row = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Software:
+    """What a source's training software does with a model."""
+
+    fused: bool = False
+    flash: bool = False
+    overlap: bool = True
+    gradient_bytes: float | None = None
+    sequence_parallel: bool = False
+    dropout: bool = True
+    default_recompute: str = "none"
+    microbatch: int = 0
+    """Where rows do not state it and the source's text gives none: 0, the row is left out."""
+
+
+MEGATRON_2021 = Software(fused=True, overlap=False, gradient_bytes=2)
+SOFTWARE = {
+    "bigscience_bloom": Software(fused=True, overlap=False, gradient_bytes=4),
+    "vtrain_single": MEGATRON_2021,
+    "vtrain_multi": MEGATRON_2021,
+    "megatron_a100_2020_2021": MEGATRON_2021,
+    "zero_bubble": Software(fused=True, overlap=False, gradient_bytes=4),
+    "papers_kort_megascale_llama3_mtnlg_bmtrain": Software(fused=True, gradient_bytes=4),
+    "megatron_h100_readme": Software(fused=True, flash=True, gradient_bytes=4, sequence_parallel=True, dropout=False),
+    "megatron_bridge": Software(fused=True, flash=True, gradient_bytes=4, sequence_parallel=True, dropout=False),
+    "nemo_long_seq": Software(fused=True, flash=True, gradient_bytes=4, sequence_parallel=True, dropout=False),
+    "simumax_b200": Software(fused=True, flash=True, gradient_bytes=4, sequence_parallel=True, dropout=False),
+    "mosaic_mpt": Software(flash=True, dropout=False),
+    "torchtitan": Software(fused=True, flash=True, sequence_parallel=True, dropout=False),
+    "fms_fsdp": Software(fused=True, flash=True, dropout=False),
+    "internevo_7b_scaling": Software(flash=True, gradient_bytes=2, dropout=False),
+    "neusight_e2e": Software(),
+}
+
+DEVICES = {
+    "A100-SXM": {"80": "A100-80GB", "40": "A100-40GB", "": "A100-80GB"},
+    "A800-SXM": {"80": "A100-80GB"},
+    "A100-PCIe": {"80": "A100-PCIe-80GB", "40": "A100-PCIe-40GB"},
+    "H100-SXM": {"": "H100"},
+    "H100-SXM (96GB HBM2e 2.4TB/s, 500W)": {"": "H100-96GB"},
+    "H200-SXM": {"": "H200"},
+    "V100-SXM2": {"16": "V100-16GB", "": "V100-32GB"},
+    "V100-SXM3 (DGX-2)": {"": "V100-32GB"},
+    "V100-SXM": {"16": "V100-16GB", "": "V100-32GB"},
+    "V100": {"": "V100-32GB"},
+    "V100-PCIe": {"": "V100-PCIe"},
+    "P100-PCIe": {"": "P100"},
+    "B200-SXM": {"": "B200"},
+    "B300-SXM": {"": "B300"},
+    "MI250 (1 GCD)": {"": "MI250"},
+    "Quadro RTX 8000": {"": "RTX8000"},
+    "RTX A6000": {"": "A6000"},
+    "RTX 6000 Ada": {"": "RTX6000Ada"},
+    "RTX 3090": {"": "RTX3090"},
+    "RTX 4090": {"": "RTX4090"},
+    "H100 80GB SXM5": {"": "H100"},
+    "H100 80GB PCIe Gen5": {"": "H100-PCIe"},
+    "A100 80GB SXM4": {"": "A100-80GB"},
+    "A100 80GB PCIe": {"": "A100-PCIe-80GB"},
+    "A100 40GB PCIe": {"": "A100-PCIe-40GB"},
+    "V100 16GB": {"": "V100-16GB"},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Run:
+    """One row that states what is needed."""
+
+    source: str
+    row_id: str
+    dims: Dimensions
+    device: str
+    precision: str
+    layout: Layout
+    measured_s: float
+    port: Link | None = None
+    """Between nodes, of one device; None: the catalog's."""
+    whole_step: bool = True
+    """False: forward, or forward and backward, without the optimizer."""
+    scored: bool = True
+    """False: the source's own remark excludes it."""
+    facts: Row = field(default_factory=dict, compare=False, hash=False, repr=False)
+
+
+def rows_of(path: Path) -> list[Row]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def number(row: Row, name: str) -> float | None:
+    try:
+        return float(row[name])
+    except (KeyError, ValueError):
+        return None
+
+
+def device_name(row: Row) -> str:
+    sizes = DEVICES.get(row["gpu"], {})
+    return sizes.get(row["gpu_mem_gb"], sizes.get("", row["gpu"]))
+
+
+def precision_of(row: Row) -> str:
+    text = row["precision"].lower()
+    if "fp8" in text or "nvfp4" in text:
+        return "fp8"
+    if text.startswith("fp32"):
+        return "fp32"
+    if "tf32" in text:
+        return "tf32"
+    pure = "pure" in text
+    return ("bf16" if "bf16" in text else "fp16") + ("" if pure else "-mixed")
+
+
+def port_of(row: Row) -> Link | None:
+    """The network port of one device, from the row's words: "4x Omni-Path 100 Gb/s per node", "8x HDR IB 200 Gb/s"."""
+    text = row.get("inter_link", "")
+    rate = re.search(r"(\d+(?:\.\d+)?)\s*Gb/s", text)
+    if rate is None:
+        return None
+    count = re.search(r"(\d+)x ", text)
+    gigabytes = float(rate[1]) / 8 * (int(count[1]) if count else 1)
+    if "per GPU)" in text or "per node" in text or count:
+        per_node = number(row, "gpus_per_node") or 8
+        gigabytes /= per_node
+    return Link.of(2e-5, gigabytes * 1e9, text)
+
+
+def measured_seconds(row: Row) -> float | None:
+    return number(row, "iter_time_s") or number(row, "iter_time_s_derived")
+
+
+def recompute_of(row: Row, software: Software) -> tuple[str, float]:
+    text = row["recompute"] or software.default_recompute
+    if text.startswith("none"):
+        return "none", 1.0
+    if text == "selective per-op" or (text == "selective" and "FSDP" in row["sharding"]):
+        # every second matmul again (torchtitan), or every second or third block (fms): no row states which
+        return "full", 0.5 if "torchtitan" in row["framework"].lower() or "FSDP2" in row["sharding"] else 1 / 3
+    if text.startswith("selective"):
+        return "selective", 1.0
+    return "full", 1.0
+
+
+def shard_of(row: Row) -> str:
+    text = row["sharding"].lower()
+    if "zero-1" in text or "zero1" in text or "distributed optimizer" in text:
+        return "zero1"
+    if "zero-2" in text or "zero2" in text or "grad_op" in text:
+        return "zero2"
+    return "zero3" if any(word in text for word in ("zero-3", "zero3", "fsdp", "bmtrain")) else "none"
+
+
+def schedule_of(row: Row) -> str:
+    text = row["schedule"].lower()
+    if text.startswith("zb"):
+        return "zero-bubble"
+    if "interleaved" in text or text == "1f1b-i" or (number(row, "vpp") or 1) > 1:
+        return "interleaved"
+    return "gpipe" if text.startswith(("gpipe", "pipeline")) else "1f1b"
+
+
+def even_cuts(layers: int, stages: int, ends_lighter: bool) -> tuple[int, ...]:
+    """Blocks dealt evenly, the embedding to the first stage, norm and head to the last (Megatron's way).
+
+    Where they do not divide, the ends hold one block fewer, or the first stages one more.
+    """
+    if stages == 1:
+        return ()
+    if layers % stages and (layers + 2) % stages == 0 and ends_lighter:
+        counts = [(layers + 2) // stages] * stages
+        counts[0], counts[-1] = counts[0] - 1, counts[-1] - 1
+    else:
+        counts = [layers // stages + (k < layers % stages) for k in range(stages)]
+    places, total = [], 1
+    for count in counts[:-1]:
+        total += count
+        places.append(total)
+    return tuple(places)
+
+
+def runs_of(path: Path) -> Iterator[Run]:
+    """The rows of a file that can be asked for; others are left out without a word: their file says what they lack."""
+    source = path.stem
+    software = SOFTWARE.get(source)
+    if software is None:
+        return
+    for row in rows_of(path):
+        run = _run(source, row, software)
+        if run is not None:
+            yield run
+
+
+def _run(source: str, row: Row, software: Software) -> Run | None:
+    measured = measured_seconds(row)
+    needed = [number(row, name) for name in ("layers", "hidden", "heads", "seq_len", "n_gpus")]
+    if not measured or any(value is None for value in needed) or "moe" in row["arch"] or row["oom"] == "1":
+        return None
+    layers, hidden, heads, length, count = (int(value) for value in needed if value is not None)
+    tp, pp, dp, cp = (int(number(row, name) or 1) for name in ("tp", "pp", "dp", "cp"))
+    if tp * pp * dp * cp != count and source != "neusight_e2e":
+        return None
+    vpp = int(number(row, "vpp") or 1) if pp > 1 else 1
+    microbatch, per_step = number(row, "micro_batch"), number(row, "n_microbatches")
+    batch = number(row, "global_batch")
+    if microbatch is None and batch and pp == 1 and source == "torchtitan":
+        microbatch, per_step = batch / dp, 1.0
+    if microbatch is None:
+        return None
+    if per_step is None:
+        if not batch:
+            return None
+        per_step = max(1.0, batch / dp / microbatch)
+    recompute, share = recompute_of(row, software)
+    kind = "llama" if "llama" in row["arch"] else "bert" if row["arch"] == "bert" else "gpt"
+    vocab = int(number(row, "vocab") or 50304)
+    vocab += -vocab % (128 * tp) if tp > 1 else 0
+    training = "[inf]" not in row["model"]
+    dims = Dimensions(
+        kind=kind,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=int(number(row, "kv_heads") or heads),
+        ffn=int(number(row, "ffn") or 4 * hidden),
+        vocab=vocab,
+        length=length,
+        flash=software.flash,
+        training=training,
+        dropout=software.dropout,
+        context_parallel=cp,
+    )
+    precision = precision_of(row)
+    whole = source != "neusight_e2e"
+    layout = Layout(
+        tp=tp,
+        pp=pp,
+        dp=dp * cp,
+        microbatch=microbatch if whole else microbatch / dp,
+        num_microbatches=round(per_step),
+        schedule=schedule_of(row),
+        stages_per_rank=vpp if schedule_of(row) == "interleaved" else 1,
+        recompute=recompute,
+        recompute_share=share,
+        shard=shard_of(row),
+        sequence_parallel=software.sequence_parallel and tp > 1,
+        cuts=even_cuts(layers, pp * (vpp if schedule_of(row) == "interleaved" else 1), True),
+        overlap=software.overlap,
+        fused=software.fused,
+        gradient_bytes=software.gradient_bytes,
+        per_node=int(number(row, "gpus_per_node") or 8),
+    )
+    if layout.num_stages > layers + 3:
+        return None
+    remark = row["notes"].upper()
+    return Run(
+        source=source,
+        row_id=row["row_id"],
+        dims=dims,
+        device=device_name(row),
+        precision=precision,
+        layout=layout,
+        measured_s=measured,
+        port=port_of(row),
+        whole_step=whole,
+        scored="SUPERLINEAR" not in remark and "OUTLIER" not in remark and "INCONSISTENT" not in remark,
+        facts=row,
+    )
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """One row of data-parallel scaling: its step on one device was measured, how much faster are n?"""
+
+    source: str
+    row_id: str
+    model: str
+    device: str
+    precision: str
+    parameters: float
+    single_s: float
+    """One optimizer step of one device's share, measured on one device (the fewest that the source has)."""
+    base_ranks: int
+    ranks: int
+    per_node: int
+    measured: float
+    scored: bool
+
+
+PARAMETERS = {
+    "bert-base": 110e6, "bert-large": 336e6, "biobert": 110e6, "electra": 110e6, "resnet-50": 25.6e6,
+    "resnext101": 44.2e6, "se-resnext101": 49e6, "transformer-xl base": 192e6, "transformer-xl large": 285e6,
+    "gnmt": 160e6, "ssd": 26e6, "tacotron2": 28e6, "waveglow": 268e6, "jasper": 333e6, "quartznet": 18.9e6,
+    "fastpitch": 46e6, "efficientdet": 3.9e6, "efficientnet": 19e6, "maskrcnn": 44e6, "nnunet": 31e6,
+    "unet_3d": 16e6, "unet_medical": 31e6, "unet_industrial": 2e6, "vnet": 7e6, "tft": 20e6, "moflow": 100e6,
+    "bart": 406e6, "transformer big": 210e6, "ncf": 32e6, "vae-cf": 25e6, "dlrm": 1e9, "wideanddeep": 1e8,
+    "sim": 1e7, "se(3)": 7e6, "hifi": 14e6, "gpunet": 12e6, "t5": 60e6, "vit": 86e6, "temporal": 20e6,
+}  # fmt: skip
+"""Trainable parameters of the published models, by the start of their names (model cards and papers)."""
+
+
+def parameters_of(model: str) -> float | None:
+    name = model.lower()
+    found = [key for key in PARAMETERS if name.startswith(key)]
+    return PARAMETERS[max(found, key=len)] if found else None
+
+
+def speedups_of(path: Path) -> Iterator[Speedup]:
+    """Rows of n devices whose table also has the run on fewer with the same share for each device."""
+    rows = rows_of(path)
+    base: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        base.setdefault((*_family(row), row["n_gpus"]), []).append(row)
+    for row in rows:
+        measured, ranks = number(row, "speedup"), int(number(row, "n_gpus") or 1)
+        parameters = parameters_of(row["model"])
+        if not measured or ranks < 2 or parameters is None or row["speedup_vs"].startswith(row["n_gpus"] + " "):
+            continue
+        fewest = re.match(r"(\d+) GPU", row["speedup_vs"])
+        first = fewest[1] if fewest else "1"
+        samples, throughput = number(row, "micro_batch"), number(row, "samples_per_s")
+        same = base.get((*_family(row), first), [])
+        if not same or samples is None or throughput is None:
+            continue
+        rates = sorted(number(one, "samples_per_s") or 0.0 for one in same)
+        rate = rates[len(rates) // 2] / int(first)
+        steps = number(row, "n_microbatches") or 1.0
+        unit = _per_sample(row)
+        remark = row["notes"].upper()
+        yield Speedup(
+            source=path.stem,
+            row_id=row["row_id"],
+            model=row["model"],
+            device=device_name(row),
+            precision=precision_of(row),
+            parameters=parameters,
+            single_s=samples * unit * steps / rate,
+            base_ranks=int(first),
+            ranks=ranks,
+            per_node=int(number(row, "gpus_per_node") or 8),
+            measured=measured,
+            scored="SUPERLINEAR" not in remark and "OUTLIER" not in remark,
+        )
+
+
+def _family(row: Row) -> tuple[str, ...]:
+    return tuple(row[name] for name in ("model", "precision", "gpu", "gpu_mem_gb", "seq_len", "micro_batch"))
+
+
+def _per_sample(row: Row) -> float:
+    """What is counted, of one sample: a batch of sentences is given in sentences, its throughput in tokens."""
+    model = row["model"].lower()
+    if row["sample_unit"] == "token":
+        return 192.0 if model.startswith("transformer-xl") else 1.0 if model.startswith("gnmt") else 30.0
+    if row["sample_unit"] == "audio sample":
+        return 8000.0
+    return 500.0 if row["sample_unit"] == "mel frame" else 1.0
+
+
+__all__ = ["Run", "Speedup", "replace", "runs_of", "speedups_of"]
