@@ -51,8 +51,10 @@ class ModelState:
     given back with their contents; so are tensors and random generators found on the way.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, others: Any = ()) -> None:
+        """`others`: more that is to be kept, in tuples."""
         self._undo: list[Callable[[], None]] = []
+        self._values: list[tuple[Callable[[], Any], Any]] = []
         self._containers: list[tuple[Any, Any]] = []
         self._known = {id(parameter) for parameter in model.parameters()}
         self._kept: list[Any] = []
@@ -60,6 +62,7 @@ class ModelState:
             self._keep(vars(module), 0)
         for buffer in model.buffers():
             self._keep(buffer, 0)
+        self._keep(others, 0)
 
     def restore(self) -> None:
         """Give it all back, in place. Graphs that hold a buffer stay valid."""
@@ -70,18 +73,24 @@ class ModelState:
         """Whether an attribute or container holds other objects than it did; what tensors hold does not count."""
         return any(_differ(container, before) for container, before in self._containers)
 
+    def differs(self) -> bool:
+        """Whether anything has changed, what tensors hold and the states of generators included."""
+        return self.has_changed() or any(not _equal(now(), before) for now, before in self._values)
+
     def _keep(self, item: Any, depth: int) -> None:
         if id(item) in self._known or depth > _MAX_DEPTH:
             return
         if isinstance(item, torch.Tensor):
             self._note(item)
             if not item.is_meta and item.layout == torch.strided and not item.is_nested:
-                self._undo.append(_tensor_undo(item))
+                before = item.detach().clone()
+                self._values.append((item.detach, before))
+                self._undo.append(_tensor_undo(item, before))
         elif isinstance(item, (list, dict, set, deque)):
             self._note(item)
-            before = item.copy()
-            self._containers.append((item, before))
-            self._undo.append(_container_undo(item, before))
+            content = item.copy()
+            self._containers.append((item, content))
+            self._undo.append(_container_undo(item, content))
             for part in item.values() if isinstance(item, dict) else item:
                 self._keep(part, depth + 1)
         elif isinstance(item, tuple):
@@ -89,6 +98,7 @@ class ModelState:
                 self._keep(part, depth + 1)
         elif isinstance(item, (torch.Generator, random.Random, np.random.Generator)):
             self._note(item)
+            self._values.append((lambda: _generator_state(item), _generator_state(item)))
             self._undo.append(_generator_undo(item))
         elif is_python_object(item):
             self._note(item)
@@ -99,9 +109,13 @@ class ModelState:
         self._kept.append(item)
 
 
-def _tensor_undo(tensor: torch.Tensor) -> Callable[[], None]:
-    before = tensor.detach().clone()
+def _equal(now: Any, before: Any) -> bool:
+    if isinstance(now, torch.Tensor):
+        return now.shape == before.shape and torch.equal(now, before)
+    return bool(now == before)
 
+
+def _tensor_undo(tensor: torch.Tensor, before: torch.Tensor) -> Callable[[], None]:
     def undo() -> None:
         if not torch.equal(tensor, before):
             tensor.data.copy_(before)
@@ -127,13 +141,14 @@ def _container_undo(container: Any, before: Any) -> Callable[[], None]:
     return undo
 
 
-def _generator_undo(generator: Any) -> Callable[[], None]:
+def _generator_state(generator: Any) -> Any:
     if isinstance(generator, torch.Generator):
-        before: Any = generator.get_state()
-    elif isinstance(generator, random.Random):
-        before = generator.getstate()
-    else:
-        before = generator.bit_generator.state
+        return generator.get_state()
+    return generator.getstate() if isinstance(generator, random.Random) else generator.bit_generator.state
+
+
+def _generator_undo(generator: Any) -> Callable[[], None]:
+    before = _generator_state(generator)
 
     def undo() -> None:
         if isinstance(generator, torch.Generator):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from partitioner.errors import UnsupportedModelError
 from partitioner.losses import Loss
 from partitioner.microbatches import MicroBatch
 from partitioner.profiles import Profile
+from partitioner.recompute import Recomputed
 from partitioner.restore import ModelState, untouched
 from partitioner.slicing import Slice, chain
 from partitioner.structures import map_tensors
@@ -34,16 +35,17 @@ def check_split(
     loss: Loss,
     *,
     second: MicroBatch | None = None,
+    recompute: Collection[str] = (),
     seed: int = 0,
 ) -> float:
     """The worst relative difference of the loss and of any gradient, sliced against unsliced; the model is untouched.
 
     Two rounds, the second (of `second`, or of `part` again) from the state in which the first left the model. Each
     stage keeps a state of its own, as on its own rank: what another stage leaves on a module does not reach it.
-    Stages one after another draw random numbers in the order of the whole forward, so dropout may stay on. Difference
-    is relative to the gradient's largest entry, or to 1e-4 of the model's largest where that is larger (some true
-    gradients are 0). UnsupportedModelError where it is more than `TOLERANCE` and more than the model differs from
-    itself.
+    `recompute`: layers that the sliced model runs again in their backward. Stages one after another draw random numbers
+    in the order of the whole forward, so dropout may stay on. Difference is relative to the gradient's largest entry,
+    or to 1e-4 of the model's largest where that is larger (some true gradients are 0). UnsupportedModelError where it
+    is more than `TOLERANCE` and more than the model differs from itself.
     """
     rounds = (part, second or part)
     stages = range(max(stage_of.values()) + 1)
@@ -54,14 +56,16 @@ def check_split(
             return [_results(model, seed + k, _plain, one, loss) for k, one in enumerate(rounds)]
 
         expected = whole()
-        slices = [Slice(model, profile, stage_of, stage) for stage in stages]
-        states = [start] * len(slices)
+        start.restore()
         worst, where = 0.0, "none"
-        for k, one in enumerate(rounds):
-            found = _results(model, seed + k, _sliced, one, loss, slices, states, seed + k)
-            error, whose = worst_difference(expected[k], found)
-            if not error <= worst:
-                worst, where = error, whose
+        with Recomputed(model, recompute):
+            slices = [Slice(model, profile, stage_of, stage) for stage in stages]
+            states = [ModelState(model)] * len(slices)
+            for k, one in enumerate(rounds):
+                found = _results(model, seed + k, _sliced, one, loss, slices, states, seed + k)
+                error, whose = worst_difference(expected[k], found)
+                if not error <= worst:
+                    worst, where = error, whose
         if not worst <= TOLERANCE:
             own = 0.0
             for _ in range(OWN_REPEATS):

@@ -26,6 +26,7 @@ from partitioner.executor.replicas import Replicas
 from partitioner.losses import Loss, LossFunction, LossWeight
 from partitioner.microbatches import BatchDims, Cutter, MicroBatch, as_call, join
 from partitioner.plan import Plan
+from partitioner.recompute import Recomputed
 from partitioner.schedule import build_schedule
 from partitioner.slicing import Slice
 from partitioner.specs import EXECUTED
@@ -70,9 +71,6 @@ def materialize(
             f"{plan.schedule} with {plan.stages_per_rank} stages a rank is predicted but not run by this version: "
             f"plan with schedule={' or '.join(map(repr, EXECUTED))}"
         )
-    for stage in plan.stages:
-        if stage.recompute:
-            raise NotBuiltError(f"stage {stage.index} of the plan recomputes activations, which is not built yet")
     if isinstance(loss_fn, nn.Module) and any(parameter.requires_grad for parameter in loss_fn.parameters()):
         raise ArgumentError(
             "loss_fn has parameters to train: make it a part of the model, so that they are planned for"
@@ -108,6 +106,9 @@ class LiveStage:
         self._failures = failures
         self._seed = int(mesh.gather(torch.initial_seed() if seed is None else seed)[0])
         self._inert = nn.Parameter(torch.zeros((), device=mesh.device))
+        here = plan.stages[mesh.stage]
+        self._recomputed = Recomputed(placement.model, here.layers if here.recompute else ())
+        self._recomputed.enter()
         part: Slice | WholeModel = WholeModel(placement.model)
         if plan.num_stages > 1:
             part = Slice(placement.model, plan.profile, plan.stage_of(), mesh.stage, device=mesh.device)
@@ -294,6 +295,7 @@ class LiveStage:
     def close(self) -> None:
         """Leave the process groups made here. The model stays as it is: this stage's part of it."""
         self._recorder.close()
+        self._recomputed.leave()
         self._pipeline.drop()
         self._mesh.close()
 
