@@ -29,6 +29,7 @@ _HOME = {
     "launch": "executor",
     "verify": "verification",
     "Verification": "verification",
+    "CapacityReport": "forecast",
     "PartitionerError": "errors",
     "ArgumentError": "errors",
     "NotBuiltError": "errors",
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from partitioner.estimator import estimate as estimate
     from partitioner.executor import launch as launch
     from partitioner.executor import materialize as materialize
+    from partitioner.forecast import CapacityReport as CapacityReport
     from partitioner.graph import CostGraph as CostGraph
     from partitioner.plan import Plan as Plan
     from partitioner.plan import load as load
