@@ -4,6 +4,9 @@
     partitioner plan --profile profile.json --gpus 8xH100 --batch-size 64
     partitioner profile pkg.mod:factory -o profile.json
     partitioner show plan.json --timeline
+    partitioner compare plan.json other.json
+    partitioner report plan.json -o plan.html
+    partitioner trace plan.json -o trace.json
     partitioner verify plan.json pkg.mod:factory
     partitioner doctor
 
@@ -144,6 +147,61 @@ def _show(options: argparse.Namespace) -> Outcome:
     return Outcome(simulate(thing))
 
 
+def _compare(options: argparse.Namespace) -> Outcome:
+    from partitioner.plan import load
+    from partitioner.report.comparison import Comparison
+
+    if len(options.plans) < 2:
+        raise ArgumentError("compare needs two plans or more")
+    names = [Path(path).stem for path in options.plans]
+    if len(set(names)) < len(names):
+        names = list(options.plans)
+    return Outcome(Comparison(tuple(names), tuple(map(load, options.plans))))
+
+
+def _report(options: argparse.Namespace) -> Outcome:
+    from partitioner.plan import load
+    from partitioner.report.document import document
+
+    plan = load(options.plan)
+    return _written(document(plan, measured=_measured(options)), options.output)
+
+
+def _trace(options: argparse.Namespace) -> Outcome:
+    from partitioner.plan import load
+    from partitioner.report.trace import trace
+
+    plan = load(options.plan)
+    return _written(json.dumps(trace(plan, measured=_measured(options))), options.output)
+
+
+def _measured(options: argparse.Namespace) -> Any:
+    """The measured step that was given, if one was."""
+    from partitioner.report.trace import read
+
+    return None if options.measured is None else read(options.measured)
+
+
+class Written(NamedTuple):
+    """A file that a command made."""
+
+    path: str
+    num_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.num_bytes:,} bytes"
+
+
+def _written(text: str, path: str) -> Outcome:
+    from partitioner.profiles import write_whole
+
+    try:
+        write_whole(Path(path), text)
+    except OSError as error:
+        raise ArgumentError(f"cannot write {path}: {error.strerror}") from None
+    return Outcome(Written(path, len(text.encode())))
+
+
 def _verify(options: argparse.Namespace) -> Outcome:
     from partitioner.plan import load
     from partitioner.verification import verify
@@ -225,6 +283,20 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("file", metavar="FILE")
     show.add_argument("--timeline", action="store_true", help="what each rank of the plan does when, simulated")
 
+    compare = add("compare", _compare, "put saved plans side by side")
+    compare.add_argument("plans", nargs="+", metavar="PLAN", help="saved plans; each is compared with the first")
+
+    report = add("report", _report, "write a plan as one self-contained web page")
+    trace = add("trace", _trace, "write a plan's step as a Chrome trace, for ui.perfetto.dev")
+    for made, example in ((report, "plan.html"), (trace, "trace.json")):
+        made.add_argument("plan", metavar="PLAN", help="a saved plan")
+        made.add_argument("-o", "--output", required=True, metavar="FILE", help=f"where to write it: {example}")
+        made.add_argument(
+            "--measured",
+            metavar="FILE",
+            help="a measured step to show beside it, from plan.save_trace(..., measured=...)",
+        )
+
     verify = add("verify", _verify, "run a plan's ranks beside one device and compare numbers and times")
     verify.add_argument("plan", metavar="PLAN", help="a saved plan")
     verify.add_argument("factory", metavar="pkg.mod:factory", help="what makes the model and its inputs")
@@ -291,7 +363,7 @@ def _save(thing: Any, path: str | None) -> None:
 def _text(result: Any) -> str:
     """What a terminal shows; in colours where it has them, unless NO_COLOR (https://no-color.org) is set."""
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
-    if not colour:
+    if not colour or isinstance(result, Written):
         return str(result)
     from partitioner.report import render
 

@@ -8,7 +8,7 @@ from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
-from partitioner.display import Shown
+from partitioner.display import ShownPlan
 from partitioner.errors import ArgumentError
 from partitioner.profiles import Profile, read_checked, write_whole
 from partitioner.schedule import placement
@@ -127,7 +127,7 @@ class Alternative(Frozen):
     reason: str = ""
 
 
-class Plan(Shown, Frozen):
+class Plan(ShownPlan, Frozen):
     """What `partition` returns: everything needed to run it, re-simulate it, draw it and compare it, in one file."""
 
     version: Literal[1] = FORMAT_VERSION

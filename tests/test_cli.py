@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from drawn_plans import drawn_plan
 from given import given_plan, given_profile
 
 from partitioner import cli, errors
 from partitioner.plan import Plan, load
 from partitioner.profiles import Profile
 from partitioner.report import render
+from partitioner.simulator import simulate
+from partitioner.timeline import Timeline
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +76,55 @@ def test_show_takes_a_profile_too(run: Any, folder: Path) -> None:
     given_profile().save(folder / "profile.json")
     assert run("show", "profile.json").out == render(given_profile()) + "\n"
     assert Profile.model_validate_json(run("show", "profile.json", "--json").out) == given_profile()
+
+
+def test_colours_are_for_terminals_that_have_them(run: Any, plan_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert run("show", plan_file).out == render(given_plan(), colour=True) + "\n"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert run("show", plan_file).out == render(given_plan()) + "\n"
+
+
+def test_compare_puts_plans_side_by_side(run: Any, folder: Path, plan_file: str) -> None:
+    drawn_plan().save(folder / "other.json")
+    ran = run("compare", plan_file, "other.json")
+    assert (ran.code, ran.err) == (0, "")
+    assert ran.out.startswith("plan against other\n")
+    assert "other is of another model than plan" in " ".join(ran.out.split())
+    figures = json.loads(run("compare", plan_file, "other.json", "--json").out)
+    assert [plan["schedule"] for plan in figures["plans"]] == ["1f1b", "1f1b"]
+    ran = run("compare", plan_file)
+    assert (ran.code, ran.out) == (2, "")
+    assert "two plans or more" in ran.err
+
+
+def test_report_and_trace_write_what_python_writes(run: Any, folder: Path, plan_file: str) -> None:
+    plan = given_plan()
+    plan.save_report("expected.html")
+    plan.save_trace("expected.json")
+    for command, name in (("report", "plan.html"), ("trace", "trace.json")):
+        ran = run(command, plan_file, "-o", name)
+        size = (folder / name).stat().st_size
+        assert (ran.code, ran.out, ran.err) == (0, f"{name}: {size:,} bytes\n", "")
+    assert (folder / "plan.html").read_bytes() == (folder / "expected.html").read_bytes()
+    assert json.loads((folder / "trace.json").read_text()) == json.loads((folder / "expected.json").read_text())
+    assert json.loads(run("report", plan_file, "-o", "plan.html", "--json").out)["path"] == "plan.html"
+
+
+def test_a_report_shows_a_measured_step_that_was_given(run: Any, folder: Path, plan_file: str) -> None:
+    plan = given_plan()
+    predicted = simulate(plan)
+    plan.save_trace("step.json", measured=Timeline(predicted.spans, predicted.num_ranks, measured=True))
+    assert run("report", plan_file, "-o", "plan.html", "--measured", "step.json").code == 0
+    assert "the prediction is +0.0 % off" in (folder / "plan.html").read_text()
+    ran = run("report", plan_file, "-o", "plan.html", "--measured", plan_file)
+    assert ran.code == 2
+    assert "not a trace" in ran.err
+    ran = run("report", plan_file, "-o", "no/such/folder/plan.html")
+    assert ran.code == 2
+    assert "cannot write no/such/folder/plan.html" in ran.err
 
 
 def test_show_timeline_draws_every_rank(run: Any, plan_file: str) -> None:

@@ -3,60 +3,17 @@
 from __future__ import annotations
 
 import re
-from html.parser import HTMLParser
 from itertools import combinations
 
 import pytest
 from given import given_plan, given_profile
+from parsed_html import Parsed
 
 from partitioner.graph import CostGraph
 from partitioner.report import Facts, Page, Prose, Table, html, render
 from partitioner.report.pages import page_of
 from partitioner.report.palette import MEMORY_ROLES, ROLES, STAGES, Shade
 from partitioner.simulator import simulate
-
-VOID = {"br", "hr", "img", "input", "link", "meta", "path", "rect", "line", "circle", "use", "stop", "polyline", "col"}
-
-
-class Parsed(HTMLParser):
-    """Tags balanced, text of each cell, attributes that could reach the network."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tables: list[list[list[str]]] = []
-        self.facts: dict[str, str] = {}
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self._name = ""
-        self.feed(text)
-        assert not self.open, f"never closed: {self.open}"
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag == "table":
-            self.tables.append([])
-        if tag == "tr":
-            self.tables[-1].append([])
-        if tag in ("th", "td"):
-            self.tables[-1][-1].append("")
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-1:]}"
-        self.open.pop()
-
-    def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] in ("th", "td"):
-            self.tables[-1][-1][-1] += data
-        if self.open and self.open[-1] == "dt":
-            self._name = data
-        if self.open and self.open[-1] == "dd":
-            self.facts[self._name] = self.facts.get(self._name, "") + data
-
 
 RESULTS = {
     "plan": given_plan(),
@@ -96,8 +53,8 @@ def test_the_notebook_runs_no_script_and_fetches_nothing(name: str) -> None:
 
 def test_the_notebook_is_dark_where_the_reader_is() -> None:
     text = given_plan()._repr_html_()
-    assert "@media (prefers-color-scheme:dark)" in text
-    light, dark = text.split("@media (prefers-color-scheme:dark)")
+    assert "@media screen and (prefers-color-scheme:dark)" in text
+    light, dark = text.split("@media screen and (prefers-color-scheme:dark)")
     for role, shade in ROLES.items():
         assert f"--pt-{role.replace(' ', '-')}:{shade.light};" in light
         assert f"--pt-{role.replace(' ', '-')}:{shade.dark};" in dark

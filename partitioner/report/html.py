@@ -9,10 +9,13 @@ from importlib.resources import files
 from typing import Any
 
 from partitioner.report.blocks import Bar, Drawing, Facts, Page, Prose, Table
+from partitioner.report.gantt_svg import KINDS
 from partitioner.report.pages import page_of
-from partitioner.report.palette import as_css
+from partitioner.report.palette import ROLES, STAGES, as_css
+from partitioner.report.svg import colour, swatch
 
 _ROLE = re.compile(r"\{([a-z -]+)\}")
+LIGHT = "--pt-bg:#fff;--pt-raised:#f6f8fa;--pt-ink:#1a2027;--pt-soft:#56606b;--pt-line:#d9dee4;--pt-focus:#0a5f9e;"
 DARK = "--pt-bg:#14181d;--pt-raised:#1b2027;--pt-ink:#e6eaef;--pt-soft:#a3adb8;--pt-line:#333b45;--pt-focus:#6fb4ee;"
 
 
@@ -30,14 +33,21 @@ def style() -> str:
     light, dark = as_css()
     sheet = files("partitioner.report").joinpath("style.css").read_text(encoding="utf-8")
     sheet = re.sub(r"/\*.*?\*/\s*", "", sheet, flags=re.DOTALL)
-    dark = "color-scheme:dark;" + DARK + dark + "--pt-on:#0f1318;"
-    bodies = ("body[data-jp-theme-light='false']", "body.vscode-dark")
+    dark = f"color-scheme:dark;--pt-on:#0f1318;{DARK}{dark}"
+    light = f"color-scheme:light;--pt-on:#fff;{LIGHT}{light}"
     return (
-        f".pt{{{light}--pt-on:#fff}}\n{sheet}"
-        f"@media (prefers-color-scheme:dark){{body:not([data-jp-theme-light='true'],.vscode-light) .pt{{{dark}}}}}\n"
-        f"{','.join(f'{body} .pt' for body in bodies)}{{{dark}}}\n"
-        ".pt svg .on{fill:var(--pt-on)}\n"
+        f".pt{{{light}}}\n{sheet}@media screen and (prefers-color-scheme:dark){{.pt{{{dark}}}}}\n"
+        f"body[data-jp-theme-light='true'] .pt,body.vscode-light .pt{{{light}}}\n"
+        f"body[data-jp-theme-light='false'] .pt,body.vscode-dark .pt{{{dark}}}\n{_drawn()}"
     )
+
+
+def _drawn() -> str:
+    """Strokes of the kinds of spans, fills of the stages."""
+    kinds = {role for role, _ in KINDS.values()}
+    names = sorted({*kinds, *(f"{role}-odd" for role in kinds if f"{role}-odd" in ROLES)})
+    strokes = "".join(f".pt .lanes .pt-{name}{{stroke:var(--pt-{name})}}" for name in names)
+    return strokes + "".join(f".pt .pt-stage-{k}{{fill:var(--pt-stage-{k})}}" for k in range(len(STAGES)))
 
 
 def block_html(block: Facts | Table | Prose | Drawing) -> str:
@@ -56,12 +66,6 @@ def block_html(block: Facts | Table | Prose | Drawing) -> str:
             return block.svg() if block.svg else ""
 
 
-def key(*roles: tuple[str, str]) -> str:
-    """A legend: (role, what it says)."""
-    shown = "".join(f'<span class="pt-key">{_swatch(role)}{escape(text)}</span>' for role, text in roles)
-    return f'<p class="pt-note">{shown}</p>'
-
-
 def _table(table: Table) -> str:
     rows = [*table.rows, table.total] if table.total else list(table.rows)
     drawn = [any(isinstance(row[k], Bar) for row in rows) for k in range(len(table.headers))]
@@ -69,15 +73,18 @@ def _table(table: Table) -> str:
         ' class="pt-wide"' if header in table.wide else ' class="pt-drawn"' if drawn[k] else ""
         for k, header in enumerate(table.headers)
     ]
-    head = "".join(f'<th scope="col"{kind}>{escape(h)}</th>' for kind, h in zip(kinds, table.headers, strict=True))
+    head = "".join(f'<th scope="col"{look}>{escape(h)}</th>' for look, h in zip(kinds, table.headers, strict=True))
     body = "".join(_row(row, kinds) for row in table.rows)
     foot = f"<tfoot>{_row(table.total, kinds)}</tfoot>" if table.total else ""
     caption = f'<caption class="pt-hidden">{escape(table.caption)}</caption>' if table.caption else ""
-    fill = ' class="pt-fill"' if any(drawn) or table.wide else ""
+    looks = ["pt-fill"] if any(drawn) or table.wide else []
+    looks += ["pt-roomy"] if any(drawn) and not table.wide else []
+    looks += ["pt-many"] if len(table.rows) > 24 else []
+    kind = f' class="{" ".join(looks)}"' if looks else ""
     label = escape(table.caption or table.headers[0])
-    note = _ROLE.sub(lambda found: _swatch(found[1]), escape(table.note))
+    note = _ROLE.sub(lambda found: swatch(found[1]), escape(table.note))
     return (
-        f'<div class="pt-scroll" role="region" tabindex="0" aria-label="{label}"><table{fill}>{caption}'
+        f'<div class="pt-scroll" role="region" tabindex="0" aria-label="{label}"><table{kind}>{caption}'
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>{foot}</table></div>"
         + (f'<p class="pt-note">{note}</p>' if note else "")
     )
@@ -106,15 +113,3 @@ def bar(given: Bar) -> str:
     said = f' title="{escape(given.said)}"' if given.said else ""
     spoken = f'<span class="pt-hidden">{escape(given.said)}</span>' if given.said else ""
     return f'<span class="pt-bar"{said}><span aria-hidden="true">{parts}</span></span>{spoken}'
-
-
-def colour(role: str) -> str:
-    """
-    >>> colour("optimizer state")
-    'var(--pt-optimizer-state)'
-    """
-    return f"var(--pt-{role.replace(' ', '-')})"
-
-
-def _swatch(role: str) -> str:
-    return f'<span class="pt-swatch" style="background:{colour(role)}"></span>'

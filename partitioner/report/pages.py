@@ -13,6 +13,9 @@ from partitioner.profiles import Layer, Profile
 from partitioner.report import plan_parts
 from partitioner.report.blocks import Drawing, Facts, Page, Prose, Table
 from partitioner.report.gantt import draw
+from partitioner.report.gantt_svg import gantt_svg, kinds_in
+from partitioner.report.graph_svg import graph_svg
+from partitioner.report.svg import key
 from partitioner.report.wording import count, percent, run, seconds
 from partitioner.specs import format_bytes
 from partitioner.timeline import Timeline
@@ -57,7 +60,7 @@ def profile_page(profile: Profile) -> Page:
     )
     return Page(
         f"Profile of {profile.model}, {count(len(profile.layers), 'layer')}",
-        (Facts(tuple(facts)), _layers(profile), Prose("note", (note,))),
+        (Facts(tuple(facts)), _picture(CostGraph(profile)), _layers(profile), Prose("note", (note,))),
     )
 
 
@@ -104,7 +107,7 @@ def _layers(profile: Profile) -> Table:
         "",
     )
     headers = ("layers", "count", "class", "forward", "backward", "spread", "parameters", "saved", "makes")
-    return Table(headers, tuple(rows), wide=("layers", "class"), total=total)
+    return Table(headers, tuple(rows), wide=("layers", "class"), total=total, caption="Layers and what they cost")
 
 
 KINDS = {
@@ -136,8 +139,10 @@ def timeline_page(timeline: Timeline) -> Page:
     )
     facts = (("step", seconds(step_s)), ("bubble", percent(timeline.bubble_fraction)))
     title = f"{'Measured' if timeline.measured else 'Predicted'} timeline of {count(timeline.num_ranks, 'rank')}"
-    drawing = Drawing(lambda width: draw(timeline, width))
-    return Page(title, (drawing, Table(("rank", *(KINDS[kind] for kind in kinds), "idle"), rows), Facts(facts)))
+    drawing = Drawing(lambda width: draw(timeline, width), lambda: gantt_svg(timeline) + key(*kinds_in(timeline)))
+    headers = ("rank", *(KINDS[kind] for kind in kinds), "idle")
+    table = Table(headers, rows, caption="What each rank did for how long, optimizer after the step")
+    return Page(title, (drawing, table, Facts(facts)))
 
 
 @page_of.register
@@ -153,4 +158,8 @@ def graph_page(graph: CostGraph) -> Page:
         (least, at), (most, _) = crossing[0], crossing[-1]
         facts.append(("narrowest cut", f"before {graph.ids[at]}: {format_bytes(least)} of {count(samples, 'sample')}"))
         facts.append(("widest cut", format_bytes(most)))
-    return Page(f"Cost graph of {graph.profile.model}", (Facts(tuple(facts)), _layers(graph.profile)))
+    return Page(f"Cost graph of {graph.profile.model}", (Facts(tuple(facts)), _picture(graph), _layers(graph.profile)))
+
+
+def _picture(graph: CostGraph) -> Drawing:
+    return Drawing(svg=lambda: graph_svg(graph, graph.profile.microbatch_sizes[-1]))

@@ -8,10 +8,16 @@ from itertools import groupby
 from partitioner.memory import memory_limit
 from partitioner.plan import MemoryItems, Plan, StagePrediction
 from partitioner.report.blocks import Bar, Drawing, Facts, Page, Part, Prose, Table
+from partitioner.report.gantt_svg import gantt_svg, kinds_in
 from partitioner.report.losses import verdict, waterfall
 from partitioner.report.palette import MEMORY_ROLES
+from partitioner.report.svg import key
 from partitioner.report.wording import count, mesh, numbers, percent, run, seconds
+from partitioner.simulator import simulate
 from partitioner.specs import format_bytes
+
+MOST_DRAWN = 10_000
+"""Stages x replicas x micro-batches up to which a plan draws its schedule unasked."""
 
 
 def page(plan: Plan) -> Page:
@@ -19,6 +25,7 @@ def page(plan: Plan) -> Page:
     prediction = plan.prediction
     blocks: list[Facts | Table | Prose | Drawing] = [
         stages(plan),
+        Drawing(svg=lambda: _schedule(plan)),
         memory(plan),
         Facts(summary(plan)),
         waterfall(prediction.lost, prediction.efficiency),
@@ -29,6 +36,14 @@ def page(plan: Plan) -> Page:
     if said := reasons(plan):
         blocks.append(Prose("why", said))
     return Page(title(plan), tuple(blocks))
+
+
+def _schedule(plan: Plan) -> str:
+    """The step as it is predicted; left out where simulating and drawing it would keep a notebook waiting."""
+    if plan.num_stages * plan.num_replicas * plan.num_microbatches > MOST_DRAWN:
+        return ""
+    timeline = simulate(plan)
+    return gantt_svg(timeline) + key(*kinds_in(timeline))
 
 
 def title(plan: Plan) -> str:
@@ -71,14 +86,15 @@ def stages(plan: Plan) -> Table:
     """Where the layers are, what they take and send, and what a rank of each stage does during a step."""
     return Table(
         ("stage", "layers", "ranks", "forward", "backward", "sends", "memory", "of limit", "idle", "the step"),
-        tuple(_stage_row(plan, k) for k in range(plan.num_stages)),
+        tuple(stage_row(plan, k) for k in range(plan.num_stages)),
         wide=("layers", "ranks"),
         note="forward, backward and sends: one micro-batch; the step: {work} computes  {waits} waits for others",
         caption="Stages: their layers, ranks, times, transfers and memory",
     )
 
 
-def _stage_row(plan: Plan, k: int) -> tuple[str | Bar, ...]:
+def stage_row(plan: Plan, k: int) -> tuple[str | Bar, ...]:
+    """The cells of `stages` for one stage."""
     stage, predicted = plan.stages[k], plan.prediction.stages[k]
     limits = {stage_limit(plan, other) for other in range(plan.num_stages)}
     limit, alike = stage_limit(plan, k), len(limits) == 1

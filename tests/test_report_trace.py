@@ -1,0 +1,139 @@
+"""Chrome traces: valid in the Trace Event Format, and in sum what the Timeline says."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from drawn_plans import drawn_plan
+from test_report_document import slowed
+
+from partitioner.errors import ArgumentError
+from partitioner.plan import Plan
+from partitioner.report.trace import read, trace
+from partitioner.simulator import simulate
+
+PLANS = {
+    "1f1b": drawn_plan(num_skips=4),
+    "replicas": drawn_plan(num_replicas=2),
+    "interleaved": drawn_plan(schedule="interleaved", stages_a_rank=2),
+    "zero-bubble": drawn_plan(schedule="zero-bubble"),
+}
+
+PHASES = {"X": {"dur"}, "M": {"args"}, "s": {"id", "cat"}, "f": {"id", "cat"}, "b": {"id", "cat"}, "e": {"id", "cat"}}
+PHASES |= {"C": {"args"}}
+"""Phase of an event -> the fields that it must have beside name, ph, pid, tid and ts (Trace Event Format, Google)."""
+
+
+def check(content: dict[str, Any]) -> None:
+    """What the Trace Event Format asks for, as far as these phases go."""
+    json.loads(json.dumps(content, allow_nan=False))
+    assert isinstance(content["traceEvents"], list)
+    assert content["displayTimeUnit"] in ("ms", "ns")
+    pairs: dict[tuple[str, Any], list[dict[str, Any]]] = defaultdict(list)
+    slices: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
+    for event in content["traceEvents"]:
+        assert PHASES[event["ph"]] <= event.keys(), event
+        assert isinstance(event["name"], str)
+        assert isinstance(event["pid"], int) and isinstance(event["tid"], int)
+        assert isinstance(event["ts"], (int, float)) and event["ts"] >= 0
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+            slices[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+        if event["ph"] in "sfbe":
+            pairs[event["cat"], event["id"]].append(event)
+        if event["ph"] == "C":
+            assert event["args"]
+            assert all(isinstance(value, (int, float)) for value in event["args"].values())
+    for track in slices.values():  # slices of a track may be nested, never overlap in part; ours are side by side
+        track.sort()
+        assert all(first[1] <= second[0] + 1e-6 for first, second in pairwise(track))
+    for both in pairs.values():
+        first, second = both
+        assert (first["ph"], second["ph"]) in (("s", "f"), ("b", "e"))
+        assert first["ts"] <= second["ts"]
+        assert first["name"] == second["name"]
+        if first["ph"] == "s":  # each end of an arrow lies in a slice, to which it is bound
+            for end in both:
+                track = slices[end["pid"], end["tid"]]
+                assert any(start <= end["ts"] <= stop for start, stop in track)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_trace_is_valid_and_its_sums_are_the_timelines(name: str) -> None:
+    plan = PLANS[name]
+    measured = slowed(plan)
+    content = trace(plan, measured=measured)
+    check(content)
+    for pid, timeline in enumerate((simulate(plan), measured)):
+        sums: dict[tuple[int, str], float] = defaultdict(float)
+        for event in content["traceEvents"]:
+            if event["ph"] == "X" and event["pid"] == pid:
+                sums[event["tid"], event["cat"]] += event["dur"] / 1e6
+        for rank in range(timeline.num_ranks):
+            busy = sum(sums[rank, kind] for kind in "FBIW")
+            assert busy == pytest.approx(timeline.busy_s(rank), rel=1e-9)
+            waits = sums[rank, "recv"] + sums[rank, "sync"]
+            assert waits == pytest.approx(timeline.communication_s(rank), rel=1e-9, abs=1e-15)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_each_rank_has_a_track_of_its_name(name: str) -> None:
+    plan = PLANS[name]
+    names = {e["tid"]: e["args"]["name"] for e in trace(plan)["traceEvents"] if e["name"] == "thread_name"}
+    assert names == {rank: f"rank {rank}" for rank in range(plan.num_ranks)}
+
+
+def test_arrows_go_from_each_stage_to_the_next_and_back() -> None:
+    """Without skips a micro-batch crosses each of the three cuts twice."""
+    plan = drawn_plan()
+    events = trace(plan)["traceEvents"]
+    ends: dict[int, list[int]] = defaultdict(list)
+    for event in events:
+        if event["ph"] in "sf":
+            ends[event["id"]].append(event["tid"])
+    there = [tuple(pair) for pair in ends.values()]
+    m = plan.num_microbatches
+    assert sorted(there) == sorted([(r, r + 1) for r in range(3)] * m + [(r + 1, r) for r in range(3)] * m)
+
+
+def test_arrows_of_a_replica_stay_within_it() -> None:
+    events = trace(PLANS["replicas"])["traceEvents"]
+    starts = {event["id"]: event["tid"] for event in events if event["ph"] == "s"}
+    assert {event["tid"] // 4 for event in events if event["ph"] == "f"} == {0, 1}
+    assert all(starts[event["id"]] // 4 == event["tid"] // 4 for event in events if event["ph"] == "f")
+
+
+def test_a_measured_step_comes_back_from_its_file(tmp_path: Path) -> None:
+    plan = PLANS["1f1b"]
+    measured = slowed(plan)
+    plan.save_trace(tmp_path / "step.json", measured=measured)
+    found = read(tmp_path / "step.json")
+    assert (found.num_ranks, found.measured) == (measured.num_ranks, True)
+    for mine, given in zip(sorted(found.spans), sorted(measured.spans), strict=True):
+        assert mine[:4] == given[:4]
+        assert mine[4:] == pytest.approx(given[4:], rel=1e-12, abs=1e-15)
+    assert read(tmp_path / "step.json", measured=False).step_s == pytest.approx(plan.prediction.step_s)
+
+
+def test_files_that_are_no_measured_step_are_refused(tmp_path: Path) -> None:
+    def refused(content: str, says: str) -> None:
+        (tmp_path / "step.json").write_text(content)
+        with pytest.raises(ArgumentError, match=says):
+            read(tmp_path / "step.json")
+
+    with pytest.raises(ArgumentError, match="cannot read"):
+        read(tmp_path / "none.json")
+    refused("no", "not JSON")
+    refused("{}", "not a trace")
+    refused("[]", "not a trace")
+    refused(json.dumps(trace(PLANS["1f1b"])), "holds no measured step")
+
+
+def test_a_plan_that_was_saved_gives_the_same_trace(tmp_path: Path) -> None:
+    plan = PLANS["1f1b"]
+    assert trace(Plan.model_validate_json(plan.model_dump_json())) == trace(plan)
