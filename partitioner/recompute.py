@@ -8,7 +8,8 @@ the state of torch's random numbers. Besides, the second run sees the layer as t
     hooks of the layer     are outside, and fire once
 
 What a layer is like is seen in a first run without gradients. One that writes into its inputs cannot be run again from
-them and keeps what it saves, as in-place activations do: their output is the next layer's input.
+them and keeps what it saves, as in-place activations do: their output is the next layer's input. So does a scripted
+layer, and one inside a functorch transform.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Recomputed:
         paths = dict.fromkeys(layer.partition("#")[0] for layer in layers)
         modules = dict(model.named_modules(remove_duplicate=False))
         found = {modules.get(path, model): path for path in paths}
-        self._forwards = [_Forward(module, path) for module, path in found.items()]
+        scripted = torch.jit.ScriptModule
+        self._forwards = [_Forward(one, path) for one, path in found.items() if not isinstance(one, scripted)]
 
     def enter(self) -> None:
         for forward in self._forwards:
@@ -79,7 +81,8 @@ class _Forward:
         self.kept = vars(module).get(self.name)
         self.run: Callable[..., Any] = getattr(module, self.name)
         self.nature: _Nature | None = None
-        self.tables = [table for one in module.modules() for table in (vars(one), one._buffers)]
+        modules = [one for one in module.modules() if not isinstance(one, torch.jit.ScriptModule)]
+        self.tables = [table for one in modules for table in (vars(one), one._buffers, one._parameters)]
         functools.update_wrapper(self, self.run, updated=())  # its signature is looked at
 
     def put_in(self) -> None:
@@ -93,7 +96,7 @@ class _Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tensors = tensors_in((args, kwargs))
-        if not torch.is_grad_enabled() or not self._has_backward(tensors):
+        if not torch.is_grad_enabled() or not self._has_backward(tensors) or _in_transform():
             return self.run(*args, **kwargs)
         self.nature = self.nature or self._look(args, kwargs)
         if self.nature.writes_inputs:
@@ -184,6 +187,11 @@ class _Run:
             f"the layer {self.forward.path or 'of the whole model'} {what} in its forward, which it did not when it "
             "ran first, so that it cannot be run again in its backward: plan with recompute='never'"
         )
+
+
+def _in_transform() -> bool:
+    """Whether a functorch transform is under way: torch's checkpoints do not work inside of one."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _fill(table: dict[str, Any], values: dict[str, Any]) -> None:

@@ -13,8 +13,10 @@ import models
 import numpy as np
 import pytest
 import torch
+from odd_models import ODD
 from plans import joined, plan_for, plan_of
 from rank_pool import RankPool
+from side_by_side import seed_all, split
 from test_executor_stage import assert_close, step_on_one_device, step_on_ranks
 from torch import nn
 from torch.nn import functional as F
@@ -23,8 +25,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from partitioner.capture import capture
 from partitioner.errors import UnsupportedModelError
 from partitioner.executor import materialize
+from partitioner.losses import Loss
+from partitioner.microbatches import MicroBatch
 from partitioner.plan import Plan
 from partitioner.recompute import Recomputed
+from partitioner.selfcheck import check_split
+from partitioner.tracing import unwrap
 
 
 def recomputing(plan: Plan, *stages: int) -> Plan:
@@ -188,6 +194,24 @@ def test_what_looks_at_a_layer_finds_it_as_it_was() -> None:
         with torch.no_grad():
             model(torch.randn(2, 4))
     assert fired == [1, 2, 1]
+
+
+def odd_models_that_recompute() -> list[str]:
+    alone = {"weights_are_cached_across_layers", "selective_checkpoint"}  # torch's checkpoints refuse them, too
+    return [name for name in ODD if name not in alone]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", odd_models_that_recompute())
+def test_odd_models_give_the_same_numbers(name: str) -> None:
+    case = ODD[name]()
+    model = unwrap(case.model)
+    seed_all(0)
+    captured = capture(model, case.args, case.kwargs, max_share=0.0)
+    part = MicroBatch(case.args, case.kwargs or {}, case.target, 4)
+    layers = [layer.id for layer in captured.layers]
+    check_split(model, captured, split(captured, []), part, Loss(model, case.loss_fn, None), recompute=layers)
 
 
 class LiveBytes(TorchDispatchMode):
