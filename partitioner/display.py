@@ -7,6 +7,9 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
     from partitioner.plan import Plan
     from partitioner.report.comparison import Comparison
     from partitioner.timeline import Timeline
@@ -31,6 +34,26 @@ class Shown:
 class ShownPlan(Shown):
     """What a plan can show beyond its text; each view loads what it draws with when it is called."""
 
+    def plot_balance(self, *, ax: Axes | None = None) -> Figure:
+        """Forward and backward of one micro-batch on each stage, against the mean."""
+        return _figure("plot_balance", self, ax=ax)
+
+    def plot_timeline(self, *, measured: Timeline | None = None, ax: Axes | None = None) -> Figure:
+        """The step of every rank as predicted, and a measured one (`stage.timeline()`) below on the same scale."""
+        return _figure("plot_timeline", self, measured=measured, ax=ax)
+
+    def plot_memory(self, *, ax: Axes | None = None) -> Figure:
+        """Memory of a rank of each stage at its peak by item, against its limit."""
+        return _figure("plot_memory", self, ax=ax)
+
+    def plot_efficiency(self, *, ax: Axes | None = None) -> Figure:
+        """The waterfall: from all devices' time down to what does the model's work."""
+        return _figure("plot_efficiency", self, ax=ax)
+
+    def plot_graph(self, *, ax: Axes | None = None) -> Figure:
+        """Every layer in its order, as high as the time it takes, coloured by stage."""
+        return _figure("plot_graph", self, ax=ax)
+
     def save_report(self, path: str | os.PathLike[str], *, measured: Timeline | None = None) -> None:
         """Write the plan as one self-contained web page; `measured`: a step as it ran, from `stage.timeline()`."""
         _view("document").save(self, path, measured=measured)
@@ -43,6 +66,11 @@ class ShownPlan(Shown):
         """This plan beside another one, and what makes the difference."""
         found: Comparison = _view("comparison").Comparison(("this", "other"), (self, other))
         return found
+
+
+def _figure(name: str, plan: ShownPlan, **how: Any) -> Figure:
+    made: Figure = getattr(_view("figures"), name)(plan, **how)
+    return made
 
 
 def _view(name: str) -> Any:
