@@ -120,7 +120,7 @@ def place_in_order(loads: Loads, groups: Sequence[Sequence[int]] = ()) -> Placem
     bound = _average_bound(merged)
     found: Placement | None = None
     best = math.inf
-    rounds = [_sample(merged)] if ideals is None or len(ideals) > SAMPLE else []
+    rounds = [sample(merged)] if ideals is None or len(ideals) > SAMPLE else []
     rounds += [] if ideals is None else [ideals]
     for some in rounds:
         if best > bound * (1 + CLOSE) and (better := Search(merged, some).best_below(best)) is not None:
@@ -146,27 +146,32 @@ class Search:
         self.sizes = flags.sum(axis=1)
 
     @cached_property
-    def _features(self) -> tuple[Floats, Floats, Floats]:
-        """(of the later set, of the earlier set, cost alive after each set) so that the product of the first two is
-        what the nets that are not shared cost: a net lies outside the difference when both sets hold as many of its
-        layers, and inside it when the later has all and the earlier none.
+    def _shared(self) -> tuple[Flags, Floats, Floats]:
+        """(features of each set, weights, cost alive after each set) with which two sets that hold one another cost
+
+            alive(earlier) + alive(later) - sum of weight over features that both have
+
+        A net is alive when some of its layers are in a set and some are not. Alive in both sets, it is paid for once,
+        and not at all when both hold as many of its layers: nothing of it lies between.
         """
         loads = self.loads
-        pins = np.zeros((loads.num_layers, len(loads.nets)))
+        pins = np.zeros((loads.num_layers, len(loads.nets)), dtype=np.float32)
         for h, net in enumerate(loads.nets):
             pins[list(net), h] = 1.0
-        held = self.ideals.astype(np.float64) @ pins
+        held = self.ideals.astype(np.float32) @ pins
         sizes = pins.sum(axis=0)
-        columns_later, columns_earlier = [], []
-        for value in range(int(sizes.max(initial=0)) + 1):
-            some = np.flatnonzero(sizes >= value)
-            same = (held[:, some] == value).astype(np.float64)
-            columns_later.append(same * loads.net_costs[some])
-            columns_earlier.append(same)
-        columns_later.append((held == sizes) * loads.net_costs)
-        columns_earlier.append((held == 0).astype(np.float64))
-        alive = ((held > 0) & (held < sizes)) @ loads.net_costs
-        return np.concatenate(columns_later, axis=1), np.concatenate(columns_earlier, axis=1), alive
+        alive = (held > 0) & (held < sizes)
+        small, costs = sizes <= 2, loads.net_costs
+        features, weights = [alive], [np.where(small, 2 * costs, costs)]
+        for value in range(1, int(sizes.max(initial=0))):
+            some = np.flatnonzero(~small & (sizes > value))
+            features.append(held[:, some] == value)
+            weights.append(costs[some])
+        return np.concatenate(features, axis=1), np.concatenate(weights), alive @ costs
+
+    @cached_property
+    def _with_shared(self) -> Flags:
+        return np.concatenate((self.ideals, self._shared[0]), axis=1)
 
     def best_below(self, bound: float) -> Placement | None:
         """The best placement with a largest load below `bound`; None: there is none."""
@@ -228,7 +233,7 @@ class Search:
         pay, where no other kind could have it.
         """
         loads, (first, *_) = self.loads, self.loads.kinds
-        work, alive = self.before[0], self._features[2]
+        work, alive = self.before[0], self._shared[2]
         hopeful = np.ones(len(work), dtype=np.bool_)
         for devices, amount in (
             (used, work),
@@ -245,28 +250,25 @@ class Search:
         earlier = np.flatnonzero(previous < bound)
         if not len(earlier) or not len(later):
             return
-        flags = self.ideals
+        # weighed far above any load: a layer of the earlier set that the later does not have
         penalty = 4.0 * (float(before[-1]) + float(self.loads.net_costs.sum()) + 1.0)
+        features, weights = self.ideals, np.full(self.loads.num_layers, -penalty)
+        ends = np.zeros(len(before))
         if kind.pays:
-            of_later, of_earlier, _ = self._features
-        total = float(self.loads.net_costs.sum()) if kind.pays else 0.0
+            _, costs, ends = self._shared
+            features, weights = self._with_shared, np.concatenate((weights, -costs))
         least = self.before[0] - bound * _exchange(kind, self.loads.kinds[0]) * (1 + CLOSE)
         for k in range(0, len(later), ROWS):
             rows = later[k : k + ROWS]
             low = int(np.searchsorted(self.before[0][earlier], least[rows[0]]))
             high = int(np.searchsorted(earlier, rows[-1]))
             values, sources = np.full(len(rows), math.inf), np.zeros(len(rows), dtype=np.int64)
-            left = np.concatenate(
-                (-penalty * flags[rows], -of_later[rows]) if kind.pays else (-penalty * flags[rows],), 1
-            )
+            left = features[rows] * weights
             for j in range(low, high, COLUMNS):
                 columns = earlier[j : min(j + COLUMNS, high)]
-                right = np.concatenate(
-                    (flags[columns], of_earlier[columns]) if kind.pays else (flags[columns],), axis=1
-                )
-                load = left @ right.T.astype(np.float64)
-                load += (before[rows] + total)[:, None]
-                load += (penalty * self.sizes[columns] - before[columns])[None, :]
+                load = left @ features[columns].T.astype(np.float64)
+                load += (before[rows] + ends[rows])[:, None]
+                load += penalty * self.sizes[columns] - before[columns] + ends[columns]
                 if kind.memory_bytes < self.memory[-1]:
                     load[self.memory[rows][:, None] - self.memory[columns] > kind.memory_bytes * (1 + CLOSE)] = math.inf
                 load[columns[None, :] >= rows[:, None]] = math.inf
@@ -322,7 +324,7 @@ def _without_pendants(loads: Loads) -> Ints:
     return condense(n, loads.edges, [[other, v] for v, other in merge.items()])
 
 
-def _sample(loads: Loads) -> Flags:
+def sample(loads: Loads) -> Flags:
     """Down-sets with little alive between them and the rest: a beam over their sizes, and two plain orders."""
     n = loads.num_layers
     needs: list[set[int]] = [set() for _ in range(n)]

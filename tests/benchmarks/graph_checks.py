@@ -194,3 +194,39 @@ def loads(graph: Graph, values: dict[str, str], parts: Sequence[tuple[str, Seque
             if not by_id[tail]["is_backward"] and not by_id[head]["is_backward"]:
                 assert place[tail] <= place[head], f"{tail} comes after {head}"
     return max(total)
+
+
+def ways(node: dict[str, Any], degree: str, values: dict[str, str]) -> list[dict[str, Any]]:
+    """A layer's ways to run on that many tensor parallel ranks; "noar" leaves out recomputation."""
+    some: list[dict[str, Any]] = node["tmpcs"].get(degree, [])
+    return [one for one in some if "noar" not in values or one["id"] == "vanilla"]
+
+
+def piper(graph: Graph, values: dict[str, str], stages: Sequence[dict[str, Any]]) -> float:
+    _in_order(graph, [stage["nodes"] for stage in stages])
+    by_id = {node["id"]: node for node in graph["nodes"]}
+    place = {name: k for k, stage in enumerate(stages) for name in stage["nodes"]}
+    rate, samples = float(values["bw"]), int(values["mbs"])
+    assert sum(stage["data"] * stage["tensor"] for stage in stages) <= int(values["devices"])
+    assert sum(stage["data"] for stage in stages) <= samples
+    worst, following = 0.0, sum(stage["data"] for stage in stages)
+    for k, stage in enumerate(stages):
+        data, tensor = stage["data"], stage["tensor"]
+        assert samples % data == 0 and ("nodp" not in values or data == 1) and ("notp" not in values or tensor == 1)
+        flying = math.ceil(following / data)
+        following -= data
+        chosen = {name: ways(by_id[name], str(tensor), values)[way] for name, way in stage["ways"].items()}
+        assert set(chosen) == set(stage["nodes"])
+        held = sum(way["memoryUsageA"] * flying + way["memoryUsageB"] for way in chosen.values())
+        assert held <= float(values["mem"]) * (1 + 1e-9), "memory"
+        moved = 0.0
+        for tail, head, cost in graph["edges"]:
+            if place[head] == k != place[tail]:
+                moved += 2 * (cost + chosen[head]["syncTimeFw"][str(tail)])
+            if place[tail] == k != place[head]:
+                moved += 2 * (cost + chosen[tail]["syncTimeBw"][str(head)])
+        reduced = sum(4 * (data - 1) * way["parameterSize"] / data / samples for way in chosen.values())
+        worst = max(
+            worst, sum(way["timePerSample"] for way in chosen.values()) / data + (moved / data + reduced) / rate
+        )
+    return worst

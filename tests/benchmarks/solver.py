@@ -2,9 +2,9 @@
 
 usage: python tests/benchmarks/solver.py --graphs DIR [--names substring] [--json FILE]
 
-DIR holds *.json.gz: layers, edges and, by setting, the objective that a reference solver reached, with its split and its
-CPU seconds. Every split of ours is measured again by `graph_checks`, from the file alone. Ratios are ours / reference,
-of speed-ups reference / ours: below 1 is better.
+DIR holds *.json.gz: layers, edges and, by setting, the objective that a reference solver reached, with its split and
+its CPU seconds. Every split of ours is measured again by `graph_checks`, from the file alone. Ratios are ours /
+reference, of speed-ups reference / ours: below 1 is better.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from partitioner.solver.chain import Chain, cheapest_split, smallest_bottleneck,
 from partitioner.solver.ideals import as_flags
 from partitioner.solver.maxload import Kind, Loads, Placement, place_in_order
 from partitioner.solver.replicated import Boundaries, Slowest, slowest_stage, slowest_stage_of_servers
+from partitioner.solver.sharded import Sharding, Ways, slowest_shard
 from partitioner.solver.synchronous import Options, least_step
 
 Graph = dict[str, Any]
@@ -333,12 +334,74 @@ def _placed(graph: Graph, values: dict[str, str], found: Placement | None, in_or
     return (found.load, found.lower_bound), lambda: checks.loads(graph, values, parts, in_order)
 
 
+def sharding(graph: Graph, values: dict[str, str]) -> Sharding:
+    """Piper's problem: `tmpcs` by tensor parallel degree, a way to run each."""
+    nodes = graph["nodes"]
+    position = {node["id"]: k for k, node in enumerate(nodes)}
+    edges = tuple((position[u], position[v]) for u, v, _ in graph["edges"])
+    ways = {}
+    for degree in sorted({degree for node in nodes for degree in node["tmpcs"]}, key=int):
+        if "notp" in values and degree != "1":
+            continue
+        options = [checks.ways(node, degree, values) for node in nodes]
+        width = max(map(len, options))
+
+        def table(key: str, options: Any = options, width: int = width) -> Any:
+            return np.array([[*(one[key] for one in some), *[math.inf] * (width - len(some))] for some in options])
+
+        def moved(end: int, key: str, options: Any = options) -> Any:
+            amounts = []
+            for tail, head, cost in graph["edges"]:
+                at, other = ((head, tail), (tail, head))[end]
+                sync = {one[key][str(other)] for one in options[position[at]]}
+                assert len(sync) <= 1, f"{graph['name']}: {key} of {at} differs between ways to run"
+                amounts.append(2 * (cost + max(sync, default=0.0)))
+            return np.array(amounts)
+
+        ways[int(degree)] = Ways(
+            table("timePerSample"),
+            table("parameterSize"),
+            table("memoryUsageA"),
+            table("memoryUsageB"),
+            moved(0, "syncTimeFw"),
+            moved(1, "syncTimeBw"),
+        )
+    return Sharding(
+        len(nodes),
+        edges,
+        ways,
+        float(values["bw"]),
+        int(values["mbs"]),
+        int(values["devices"]),
+        float(values["mem"]),
+        data_parallel="nodp" not in values,
+    )
+
+
+def solve_piper(graph: Graph, setting: str, values: dict[str, str], known: dict[str, Any]) -> Solved:
+    found = slowest_shard(sharding(graph, values))
+    if found is None:
+        return None, lambda: math.nan
+    ids = [node["id"] for node in graph["nodes"]]
+    stages = [
+        {
+            "nodes": [ids[v] for v in stage.layers],
+            "ways": dict(zip((ids[v] for v in stage.layers), stage.ways, strict=True)),
+            "data": stage.data,
+            "tensor": stage.tensor,
+        }
+        for stage in found.stages
+    ]
+    return (found.seconds, found.lower_bound), lambda: checks.piper(graph, values, stages)
+
+
 SOLVERS: dict[str, Callable[[Graph, str, dict[str, str], dict[str, Any]], Solved]] = {
     "minmax": solve_minmax,
     "alpa": solve_alpa,
     "pipedream": solve_pipedream,
     "pipedream_hier": solve_pipedream_servers,
     "pippy": solve_even,
+    "piper": solve_piper,
     "dnnp_contig": solve_loads,
     "dnnp_dp_linear": solve_loads,
 }
