@@ -12,6 +12,9 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple, NoReturn
 
+import numpy as np
+from numpy.typing import NDArray
+
 from partitioner.errors import ArgumentError
 
 KINDS = ("F", "B", "I", "W")
@@ -51,6 +54,54 @@ Orders = Sequence[Sequence[Action]]
 """What each rank runs, in order."""
 Edges = Collection[tuple[int, int]]
 """(source, target): stages between which every micro-batch's tensors go forward and their gradients come back."""
+
+
+class Table(NamedTuple):
+    """Lists of actions as arrays [ranks, longest list], for lists of many thousands; unused places are stage -1."""
+
+    stages: NDArray[np.int64]
+    kinds: NDArray[np.int64]
+    """Positions in `KINDS`."""
+    microbatches: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, orders: Orders) -> Table:
+        shape = (len(orders), max(map(len, orders), default=0))
+        table = cls(np.full(shape, -1), np.zeros(shape, np.int64), np.zeros(shape, np.int64))
+        number = {kind: at for at, kind in enumerate(KINDS)}
+        for rank, order in enumerate(orders):
+            if order:
+                stages, kinds, ks = zip(*order, strict=True)
+                for row, values in zip(table, (stages, [number[kind] for kind in kinds], ks), strict=True):
+                    row[rank, : len(order)] = values
+        return table
+
+    def in_order(self) -> bool:
+        """Whether each stage runs F, then B or I, then W of each micro-batch that it runs.
+
+        >>> [Table.of([[Action.parse(word) for word in text.split()]]).in_order() for text in ("0F0 0B0", "0B0 0F0")]
+        [True, False]
+        """
+        used = self.stages >= 0
+        at = np.full((1 + int(self.stages.max(initial=0)), len(KINDS), 1 + int(self.microbatches.max(initial=0))), -1)
+        places = np.broadcast_to(np.arange(used.shape[1]), used.shape)
+        at[self.stages[used], self.kinds[used], self.microbatches[used]] = places[used]
+        forward, whole, inputs, weights = np.moveaxis(at, 1, 0)
+        late = ((whole >= 0) & (whole < forward)) | ((inputs >= 0) & (inputs < forward))
+        return not (late | ((weights >= 0) & (weights < inputs))).any()
+
+    def orders(self) -> tuple[tuple[Action, ...], ...]:
+        """
+        >>> orders = ((Action(0, "F", 0), Action(0, "B", 0)), (Action(1, "F", 0),))
+        >>> Table.of(orders).orders() == orders
+        True
+        """
+        rows = []
+        for stages, kinds, ks in zip(*self, strict=True):
+            count = int((stages >= 0).sum())
+            names = [KINDS[kind] for kind in kinds[:count].tolist()]
+            rows.append(tuple(map(Action, stages[:count].tolist(), names, ks[:count].tolist())))
+        return tuple(rows)
 
 
 def chain(num_stages: int) -> tuple[tuple[int, int], ...]:

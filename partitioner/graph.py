@@ -178,6 +178,9 @@ class LayerArrays:
     forward_s: Floats
     backward_s: Floats
     saved_bytes: Floats
+    backward_input_s: Floats | None
+    """The two parts of a backward, where the profile has them of every layer."""
+    backward_weight_s: Floats | None
     before_s: Floats
     """[num_layers + 1] seconds of the layers before each position, forward and backward."""
     forward_before_s: Floats
@@ -445,6 +448,17 @@ class CostGraph(Shown):
         }
 
     @cached_property
+    def _measured_parts(self) -> dict[str, Floats]:
+        """Likewise the two parts of a backward; nothing where some layer has not both."""
+        names = ("backward_input_s", "backward_weight_s")
+        tables = {
+            name: [[getattr(cost, name) for cost in layer.costs] for layer in self.profile.layers] for name in names
+        }
+        if any(value is None for table in tables.values() for row in table for value in row):
+            return {}
+        return {name: np.array(table, float).T for name, table in tables.items()}
+
+    @cached_property
     def _flows(self) -> _Flows:
         """The same for every micro-batch size: which tensors go where, as arrays."""
         n, crossing = self.num_layers, self._crossing_tensors
@@ -483,6 +497,7 @@ class CostGraph(Shown):
     def _arrays(self, samples: float) -> LayerArrays:
         sizes, n = self.profile.microbatch_sizes, self.num_layers
         values = {name: _interpolated(sizes, table, samples) for name, table in self._measured.items()}
+        parts = {name: _interpolated(sizes, table, samples) for name, table in self._measured_parts.items()}
         flows = self._flows
         num_bytes = _interpolated(sizes, flows.bytes_at, samples)
         gradient_bytes = num_bytes * flows.gradient
@@ -495,6 +510,8 @@ class CostGraph(Shown):
             forward_s=forward_s,
             backward_s=backward_s,
             saved_bytes=saved_bytes,
+            backward_input_s=parts.get("backward_input_s"),
+            backward_weight_s=parts.get("backward_weight_s"),
             before_s=_before(forward_s + backward_s),
             forward_before_s=_before(forward_s),
             saved_before=_before(saved_bytes),

@@ -30,16 +30,27 @@ def stage_memory(
     num_microbatches: int,
     num_replicas: int = 1,
     num_ranks: int | None = None,
+    recompute: bool = False,
 ) -> MemoryItems:
     """Bytes that one rank of `stage` holds at its peak, by what they are for. The stages are those of `cuts`.
 
     num_ranks: of the pipeline; None is one stage a rank. Of several stages on a rank, each at its own peak.
+    recompute: layers keep what they received and run again in their backward, one at a time.
     `overhead` is the device's own; the total is to be held against `memory_limit(device, training)`.
     """
     first, last = graph.bounds(cuts)[stage]
     samples = training.batch_size / (num_replicas * num_microbatches)
     held = in_flight(schedule, stage, len(cuts) + 1, num_microbatches, num_ranks=num_ranks)
-    items = interval_memory(graph, training, first, last, samples=samples, held=held, replicated=num_replicas > 1)
+    items = interval_memory(
+        graph,
+        training,
+        first,
+        last,
+        samples=samples,
+        held=held,
+        replicated=num_replicas > 1,
+        spread=Spread(recompute="always" if recompute else "never"),
+    )
     return MemoryItems(**{name: math.ceil(value) for name, value in items.items()}, overhead=device.overhead_bytes)
 
 

@@ -86,6 +86,8 @@ class LostEfficiency(Frozen):
     imbalance: float = 0.0
     fill_drain: float = 0.0
     communication: float = 0.0
+    slicing: float = 0.0
+    """Running a part of a model costs this beyond its layers, on every stage and micro-batch."""
     recompute: float = 0.0
     sync: float = 0.0
     small_microbatch: float = 0.0

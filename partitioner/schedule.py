@@ -21,9 +21,14 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 
-from partitioner.actions import Action, most_held
+import numpy as np
+from numpy.typing import NDArray
+
+from partitioner.actions import KINDS, Action, Table, most_held
 from partitioner.errors import ArgumentError
 from partitioner.specs import SCHEDULES, ScheduleName
+
+Ints = NDArray[np.int64]
 
 SPLIT_BACKWARD: tuple[ScheduleName, ...] = ("zero-bubble", "zero-bubble-h2", "zero-bubble-v")
 """Those that run a backward in two parts, I and W."""
@@ -91,32 +96,35 @@ def build_schedule(
     num_ranks: None is one stage a rank; two under zero-bubble-v. Fewer micro-batches than stages leave ranks idle, but
     every schedule runs them. Unknown names, and counts below 1 or that do not fit the schedule, are an ArgumentError.
     """
+    return schedule_table(name, num_stages, num_microbatches, num_ranks).orders()
+
+
+@lru_cache(maxsize=64)
+def schedule_table(name: ScheduleName, num_stages: int, num_microbatches: int, num_ranks: int | None = None) -> Table:
+    """`build_schedule` as arrays, read-only."""
     places = placement(name, num_stages, num_ranks)
     if num_microbatches < 1:
         raise ArgumentError(f"a schedule needs at least one micro-batch, got {num_microbatches}")
     p, m = 1 + max(places), num_microbatches
     if name == "zero-bubble-v":
-        return tuple(_v_order(rank, p, m) for rank in range(p))
-    rounds = [m] if name == "gpipe" else _rounds(m, p)
-    orders = []
-    for rank in range(p):
-        own = range(rank, num_stages, p)
-        forwards = [(stage, k) for some in _slices(rounds) for stage in own for k in some]
-        backwards = [(stage, k) for some in _slices(rounds) for stage in reversed(own) for k in some]
-        later = (len(own) - 1) * rounds[0]
-        match name:
-            case "gpipe":
-                order = _woven(forwards, backwards, len(forwards))
-            case "1f1b":
-                order = _woven(forwards, backwards, p - 1 - rank)
-            case "interleaved":
-                order = _woven(forwards, backwards, later + 2 * (p - 1 - rank))
-            case "zero-bubble":
-                order = _woven(forwards, backwards, later + p - 1 - rank, rank)
-            case "zero-bubble-h2":
-                order = _woven(forwards, backwards, 2 * (p - 1 - rank), 2 * rank)
-        orders.append(order)
-    return tuple(orders)
+        table = Table.of([_v_order(rank, p, m) for rank in range(p)])
+    else:
+        each, rank = num_stages // p, np.arange(p)
+        rounds = [m] if name == "gpipe" else _rounds(m, p)
+        later = (each - 1) * rounds[0]
+        ahead, behind = {
+            "gpipe": (np.full(p, m * each), None),
+            "1f1b": (p - 1 - rank, None),
+            "interleaved": (later + 2 * (p - 1 - rank), None),
+            "zero-bubble": (later + p - 1 - rank, rank),
+            "zero-bubble-h2": (2 * (p - 1 - rank), 2 * rank),
+        }[name]
+        table = _woven(
+            _in_rounds(rank, range(each), rounds), _in_rounds(rank, range(each)[::-1], rounds), ahead, behind
+        )
+    for array in table:
+        array.setflags(write=False)
+    return table
 
 
 def forward_only(
@@ -186,27 +194,51 @@ def _most_held(name: ScheduleName, num_stages: int, num_microbatches: int, num_r
     return most_held(build_schedule(name, num_stages, num_microbatches, num_ranks=num_ranks))
 
 
-Work = tuple[int, int]
-"""Stage and micro-batch."""
+Work = tuple[Ints, Ints]
+"""Stages and micro-batches, [ranks, n] and [n], in order."""
 
 
-def _woven(
-    forwards: Sequence[Work], backwards: Sequence[Work], ahead: int, behind: int | None = None
-) -> tuple[Action, ...]:
-    """`ahead` forwards, then a forward and a backward in turn, then the backwards left.
+def _woven(forwards: Work, backwards: Work, ahead: Ints, behind: Ints | None) -> Table:
+    """By rank: `ahead` forwards, then a forward and a backward in turn, then the backwards left.
 
     behind: a backward is I and W, and each W stands right after the I of `behind` backwards later. None: it is whole.
+    Each action is put where it belongs by the number of those before it:
+
+        F_i     i, and for i >= ahead: twice i - ahead plus ahead, and the W so far
+        I_j     the forwards, I and W so far: ahead + min(j + 1, n - ahead) + j + max(0, j - behind)
+        W_j     after I_(j + behind); those that are left at the end follow one another
     """
-    order = [Action(stage, "F", k) for stage, k in forwards[:ahead]]
-    for j, (stage, k) in enumerate(backwards):
-        if j + ahead < len(forwards):
-            order.append(Action(forwards[j + ahead][0], "F", forwards[j + ahead][1]))
-        order.append(Action(stage, "B" if behind is None else "I", k))
-        if behind is not None and j >= behind:
-            order.append(Action(backwards[j - behind][0], "W", backwards[j - behind][1]))
+    ranks, n = forwards[0].shape
+    ahead = np.minimum(ahead, n)[:, None]
+    lag = np.full((ranks, 1), n) if behind is None else np.minimum(behind, n)[:, None]
+    j = np.arange(n)
+    turn = np.maximum(0, j - ahead)
+    at_forward = np.minimum(j, ahead) + 2 * turn + np.maximum(0, turn - lag)
+    at_input = ahead + np.minimum(j + 1, n - ahead) + j + np.maximum(0, j - lag)
+    kinds = "FB" if behind is None else "FIW"
+    places = [at_forward, at_input]
     if behind is not None:
-        order += [Action(stage, "W", k) for stage, k in backwards[max(0, len(backwards) - behind) :]]
-    return tuple(order)
+        after = np.take_along_axis(at_input, np.minimum(j + lag, n - 1), axis=1) + 1
+        places.append(np.where(j + lag < n, after, 2 * n + j))
+    table = Table(*(np.empty((ranks, len(kinds) * n), np.int64) for _ in range(3)))
+    for kind, at in zip(kinds, places, strict=True):
+        stages, ks = forwards if kind == "F" else backwards
+        np.put_along_axis(table.stages, at, stages, axis=1)
+        np.put_along_axis(table.kinds, at, np.int64(KINDS.index(kind)), axis=1)
+        np.put_along_axis(table.microbatches, at, np.broadcast_to(ks, at.shape), axis=1)
+    return table
+
+
+def _in_rounds(rank: Ints, turns: range, rounds: Sequence[int]) -> Work:
+    """Each round of micro-batches through a rank's stages, the turns-th of each rank, in turn."""
+    if len(turns) == 1:
+        turn, ks = np.zeros(sum(rounds), np.int64), np.arange(sum(rounds))
+    else:
+        firsts = np.cumsum([0, *rounds])
+        some = [np.arange(first, first + size) for first, size in zip(firsts, rounds, strict=False)]
+        turn = np.concatenate([np.repeat(turns, len(ks)) for ks in some])
+        ks = np.concatenate([np.tile(ks, len(turns)) for ks in some])
+    return turn * len(rank) + rank[:, None], ks
 
 
 def _v_order(rank: int, p: int, m: int) -> tuple[Action, ...]:
@@ -252,12 +284,3 @@ def _rounds(m: int, p: int) -> list[int]:
     """
     count = max(1, m // p)
     return [m // count + (k < m % count) for k in range(count)]
-
-
-def _slices(rounds: Sequence[int]) -> list[range]:
-    """The micro-batches of each round."""
-    first, slices = 0, []
-    for size in rounds:
-        slices.append(range(first, first + size))
-        first += size
-    return slices

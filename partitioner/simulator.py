@@ -1,15 +1,9 @@
-"""Replay a schedule against the clock, without a device: what a step takes and where the devices' other time goes.
+"""Simulate a plan's step, without a device: what it takes, and where the devices' other time goes.
 
-What the replay assumes of the executor:
+When actions and messages happen is the clock's part. Around it:
 
-- A rank runs its actions one after another. Each takes its stage's time plus `overhead_s`.
-- A send does not block the sender. The message leaves when the action that made it has ended and the wire is free: from
-  one rank to another there is one wire a direction, with one message on it at a time, in the order of sending.
-  Different pairs of ranks do not slow each other.
-- An action starts when its rank is free and all that it receives has arrived. `overlap=True`: receives are posted
-  ahead, so a message travels while the receiver computes. `overlap=False`: a receive is posted when its action is
-  next, so nothing travels before; the receiver waits for its messages one after another, in the order of their source.
-- Gradient sync of a stage starts after the last backward of its rank, in every replica.
+- Gradient sync of a stage starts after the last backward of its rank, in every replica. Replicas of a whole model run
+  under DistributedDataParallel, which reduces a bucket of gradients while the backward of the last micro-batch goes on.
 - The optimizer runs after the step and is no part of it.
 """
 
@@ -17,61 +11,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import NamedTuple
 
-from partitioner.actions import KINDS, Action, Orders, chain, check_schedule, walk
+import numpy as np
+
+from partitioner.actions import KINDS, Orders, Table, chain, check_schedule
+from partitioner.clock import Clock, Floats, Replica, StageCost, Transfer, run_clock
 from partitioner.errors import ArgumentError
 from partitioner.graph import CostGraph
-from partitioner.memory import memory_limit, stage_memory
+from partitioner.memory import BUCKET_BYTES, memory_limit, stage_memory
 from partitioner.plan import LostEfficiency, Plan, Prediction, StagePrediction
-from partitioner.schedule import build_schedule, in_flight, placement
-from partitioner.specs import Cluster, ScheduleName, Training
+from partitioner.schedule import in_flight, placement, schedule_table
+from partitioner.specs import Cluster, Link, ScheduleName, Training
 from partitioner.timeline import Span, Timeline
 
-
-@dataclass(frozen=True)
-class StageCost:
-    """Seconds of one stage: a forward and a backward of one micro-batch, then once a step its sync and optimizer."""
-
-    forward_s: float
-    backward_s: float
-    sync_s: float = 0.0
-    """Gradients reduced after the last backward: over replicas, and over the owners of shared parameters."""
-    optimizer_s: float = 0.0
-    backward_input_s: float | None = None
-    """Of a backward in two parts, the one that the stage before waits for; None: half of `backward_s`."""
-    backward_weight_s: float | None = None
-    """The other one; None: what is left of `backward_s`. Two parts may take longer than the whole."""
-
-    def seconds(self, kind: str) -> float:
-        """Of an action of that kind.
-
-        >>> [StageCost(1.0, 3.0, backward_input_s=2.0).seconds(kind) for kind in "FBIW"]
-        [1.0, 3.0, 2.0, 1.0]
-        """
-        if kind in "FB":
-            return self.forward_s if kind == "F" else self.backward_s
-        input_s = self.backward_s / 2 if self.backward_input_s is None else self.backward_input_s
-        weight_s = max(0.0, self.backward_s - input_s) if self.backward_weight_s is None else self.backward_weight_s
-        return input_s if kind == "I" else weight_s
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """Seconds of one micro-batch's message from one stage to a later one, and of its gradient's way back."""
-
-    source: int
-    target: int
-    forward_s: float
-    backward_s: float
-
-
-class Replica(NamedTuple):
-    """What one copy of the pipeline costs on its devices."""
-
-    stages: tuple[StageCost, ...]
-    transfers: tuple[Transfer, ...]
+FIRST_BUCKET_BYTES = 2**20
+"""What DistributedDataParallel puts into the first bucket, so that it starts early."""
 
 
 class Baseline(NamedTuple):
@@ -97,10 +53,11 @@ def replay(
     overhead_s: float = 0.0,
     overlap: bool = True,
 ) -> Timeline:
-    """One step of one replica, event by event; rank r runs orders[r]. O(actions x transfers a stage).
+    """One step of one replica, every action and message; rank r runs orders[r]. O(actions x transfers a stage).
 
     `transfers` are all the edges between stages, and with them all dependencies. None: a chain that takes no time.
 
+    >>> from partitioner.schedule import build_schedule
     >>> step = replay(build_schedule("1f1b", 4, 8), [StageCost(1.0, 2.0)] * 4)
     >>> step.step_s, round(step.bubble_fraction, 4)       # (m + p - 1) x 3 and (p - 1) / (m + p - 1)
     (33.0, 0.2727)
@@ -110,11 +67,11 @@ def replay(
     if transfers is None:
         transfers = [Transfer(source, target, 0.0, 0.0) for source, target in chain(len(stages))]
     replica = Replica(tuple(stages), tuple(transfers))
-    steps = _steps(orders, _edges(replica))
-    num_stages = 1 + max(action.stage for _, action in steps)
-    if num_stages != len(stages):
-        raise ArgumentError(f"the schedule has {num_stages} stages, but costs are given for {len(stages)}")
-    return _play(steps, [replica], [[rank] for rank in range(len(orders))], overhead_s=overhead_s, overlap=overlap)
+    table = Table.of(orders)
+    if not table.in_order():
+        check_schedule(orders, [(one.source, one.target) for one in replica.transfers])
+    clock = run_clock(table, replica, overhead_s=overhead_s, overlap=overlap)
+    return _timeline([clock], [replica], [[rank] for rank in range(len(orders))])
 
 
 def simulate(
@@ -137,9 +94,18 @@ def simulate(
     graph = CostGraph.from_profile(plan.profile)
     cuts = [graph.position[stage.layers[0]] for stage in plan.stages[1:]]
     ranks = [stage.ranks for stage in plan.stages]
-    replicas = replica_costs(graph, cluster, plan.training, num_microbatches=num_microbatches, cuts=cuts, ranks=ranks)
-    orders = build_schedule(name, plan.num_stages, num_microbatches, num_ranks=plan.mesh["pp"])
-    return _play(_steps(orders, _edges(replicas[0])), replicas, list(dict.fromkeys(ranks)))
+    replicas = replica_costs(
+        graph,
+        cluster,
+        plan.training,
+        num_microbatches=num_microbatches,
+        cuts=cuts,
+        ranks=ranks,
+        recompute=[stage.recompute for stage in plan.stages],
+    )
+    table = schedule_table(name, plan.num_stages, num_microbatches, plan.mesh["pp"])
+    clocks = {replica: run_clock(table, replica) for replica in set(replicas)}
+    return _timeline([clocks[replica] for replica in replicas], replicas, list(dict.fromkeys(ranks)))
 
 
 def predict(
@@ -152,6 +118,7 @@ def predict(
     num_microbatches: int,
     cuts: Sequence[int],
     ranks: Sequence[Sequence[int]] | None = None,
+    recompute: Sequence[bool] | None = None,
     baseline: Baseline | None = None,
     overhead_s: float = 0.0,
     overlap: bool = True,
@@ -160,7 +127,8 @@ def predict(
 
     mesh: {"pp": ranks of a pipeline, "dp": replicas}; each rank has the same number of the stages that the cuts make.
     num_microbatches: a replica. ranks: by stage, one a replica; None is `place`, on the ranks where the schedule has
-    them. baseline: `single_device`'s answer, which is the same for all splits of a model; None computes it.
+    them. recompute: by stage; None is never. baseline: `single_device`'s answer, which is the same for all splits of a
+    model; None computes it.
 
     Lost efficiency compares the devices' time with the baseline's, through runs each idealised one step further:
 
@@ -169,13 +137,17 @@ def predict(
         N   the step without gradient sync
         C   N with transfers that take no time
         L   the slowest rank's own work: C without waiting for other stages
+        K   the same without what running a part of the model costs beyond its layers
+        R   the same without running layers again in their backward
         M   the work of all devices / D, if each were as fast as the baseline's
 
-        optimizer (T - A) - Z/D   sync A - N   communication N - C   fill_drain C - L   imbalance L - M
+        optimizer (T - A) - Z/D   sync A - N   communication N - C   fill_drain C - L
+        slicing L - K   recompute K - R   imbalance R - M
         small_microbatch M - S/D: what smaller micro-batches, and an overhead for each, add to the work
 
     each divided by T, so that they sum to 1 - (S + Z) / (D T) = 1 - efficiency. None but the last can be negative where
     the baseline's device is the fastest; that one is where the split allows larger micro-batches than one device holds.
+    A backward in two parts that take longer together than the whole counts as imbalance.
     """
     num_stages, num_places, num_replicas = len(cuts) + 1, mesh["pp"], mesh["dp"]
     if num_stages % num_places:
@@ -186,67 +158,91 @@ def predict(
         ranks = [by_place[at] for at in place_of]
     if baseline is None:
         baseline = single_device(graph, cluster, training, overhead_s=overhead_s)
-    replicas = replica_costs(graph, cluster, training, num_microbatches=num_microbatches, cuts=cuts, ranks=ranks)
+    recompute = [False] * num_stages if recompute is None else recompute
+    replicas = replica_costs(
+        graph, cluster, training, num_microbatches=num_microbatches, cuts=cuts, ranks=ranks, recompute=recompute
+    )
     # Replicas of equal cost do the same at the same time, so one stands for all of them.
     distinct = list(dict.fromkeys(replicas))
-    places = [[r * num_places + at for r in range(len(distinct))] for at in range(num_places)]
-    orders = build_schedule(schedule, num_stages, num_microbatches, num_ranks=num_places)
-    steps = _steps(orders, _edges(distinct[0]))
-    timeline = _play(steps, distinct, places, overhead_s=overhead_s, overlap=overlap)
-    step_s, optimizer_s = timeline.step_s, timeline.optimizer_s
+    table = schedule_table(schedule, num_stages, num_microbatches, num_places)
+
+    def run(replica: Replica) -> Clock:
+        return run_clock(table, replica, overhead_s=overhead_s, overlap=overlap, jump=True)
+
+    clocks = [run(replica) for replica in distinct]
+    places = np.array(place_of)
+    syncs, ends_s = _syncs(clocks, distinct, place_of)
+    step_s = float(ends_s.max())
+    optimizer_s = max(
+        float(np.bincount(places, [one.optimizer_s for one in replica.stages]).max()) for replica in distinct
+    )
     total_s, num_ranks = step_s + optimizer_s, num_places * num_replicas
     if step_s <= 0:
         raise ArgumentError("every layer of this profile takes 0 s: measure it, or give costs, before planning with it")
 
-    slowest = [max(places[at], key=timeline.busy_s) for at in place_of]
+    busy_s = np.array([_by_stage(clock.end_s - clock.start_s, clock, num_stages) for clock in clocks])
+    waited_s = np.array([clock.waited_s(num_stages) for clock in clocks]) + [sync_s for _, sync_s in syncs]
+    rank_busy_s = np.array([np.bincount(places, row) for row in busy_s])  # [replica, place]
+    idle_s = np.maximum(0.0, step_s - rank_busy_s - [np.bincount(places, row) for row in waited_s])
+    slowest = rank_busy_s.argmax(axis=0)[places]  # by stage, of the distinct replicas
     samples = training.batch_size / (num_replicas * num_microbatches)
     moved = graph.transfers(cuts, samples)
     stages = []
-    for stage, rank in enumerate(slowest):
-        replica = distinct[rank // num_places]
+    for stage, r in enumerate(slowest.tolist()):
         memory = stage_memory(
             graph,
             training,
-            cluster.devices[ranks[stage][replicas.index(replica)]],
+            cluster.devices[ranks[stage][replicas.index(distinct[r])]],
             cuts=cuts,
             stage=stage,
             schedule=schedule,
             num_microbatches=num_microbatches,
             num_replicas=num_replicas,
             num_ranks=num_places,
+            recompute=recompute[stage],
         )
         stages.append(
             StagePrediction(
-                forward_s=replica.stages[stage].forward_s,
-                backward_s=replica.stages[stage].backward_s,
-                compute_s=timeline.busy_s(rank, stage),
-                communication_s=timeline.communication_s(rank, stage),
-                idle_s=timeline.idle_s(rank) * num_places / num_stages,
+                forward_s=distinct[r].stages[stage].forward_s,
+                backward_s=distinct[r].stages[stage].backward_s,
+                compute_s=float(busy_s[r, stage]),
+                communication_s=float(waited_s[r, stage]),
+                idle_s=float(idle_s[r, place_of[stage]]) * num_places / num_stages,
                 send_bytes=math.ceil(sum(one.forward_bytes for one in moved if one.source == stage)),
                 in_flight=in_flight(schedule, stage, num_stages, num_microbatches, num_ranks=num_places),
                 memory=memory,
             )
         )
-    idle_s = sum(
-        replicas.count(replica) * timeline.idle_s(row[r]) for r, replica in enumerate(distinct) for row in places
-    )
+    counts = np.array([replicas.count(replica) for replica in distinct])
 
     free = [
         Replica(one.stages, tuple(replace(t, forward_s=0.0, backward_s=0.0) for t in one.transfers)) for one in distinct
     ]
-    without_sync_s = max(max(_clock(steps, one, overhead_s, overlap).ends) for one in distinct)
-    without_transfers_s = max(max(_clock(steps, one, overhead_s, overlap).ends) for one in free)
-    own_work_s = max(map(timeline.busy_s, set(slowest)))
-    costs = graph.at(samples)
+    without_sync_s = max(float(clock.rank_end_s.max()) for clock in clocks)
+    without_transfers_s = max(float(run(one).rank_end_s.max()) for one in free)
+    costs, seconds = graph.at(samples), np.zeros((2, num_stages))
+    seconds[0] = graph.slicing_s(num_stages)
+    seconds[1] = [
+        float(costs.forward_s[i:j].sum()) * on for (i, j), on in zip(graph.bounds(cuts), recompute, strict=True)
+    ]
+    firsts = [replicas.index(replica) for replica in distinct]
+    speeds = np.array([[cluster.devices[row[r]].relative_speed for row in ranks] for r in firsts])
+    own_s = busy_s.copy()
+    work_s = [float(rank_busy_s.max())]
+    for extra_s in num_microbatches * seconds:
+        own_s = own_s - extra_s / speeds
+        work_s.append(max(float(np.bincount(places, row).max()) for row in own_s))
     microbatch_s = float(costs.forward_s.sum() + costs.backward_s.sum()) / baseline.relative_speed
-    actions = sum(map(len, orders)) / (num_places * num_microbatches)
+    actions = int((table.stages >= 0).sum()) / (num_places * num_microbatches)
     fair_work_s = num_microbatches * (microbatch_s / num_places + actions * overhead_s)
     lost_s = {
         "optimizer": optimizer_s - baseline.optimizer_s / num_ranks,
         "sync": step_s - without_sync_s,
         "communication": without_sync_s - without_transfers_s,
-        "fill_drain": without_transfers_s - own_work_s,
-        "imbalance": own_work_s - fair_work_s,
+        "fill_drain": without_transfers_s - work_s[0],
+        "slicing": work_s[0] - work_s[1],
+        "recompute": work_s[1] - work_s[2],
+        "imbalance": work_s[2] - fair_work_s,
         "small_microbatch": fair_work_s - baseline.step_s / num_ranks,
     }
     speedup = baseline.total_s / total_s
@@ -258,7 +254,7 @@ def predict(
         single_device_fits=baseline.fits,
         speedup=speedup,
         efficiency=speedup / num_ranks,
-        bubble_fraction=idle_s / (num_ranks * step_s),
+        bubble_fraction=float(counts @ idle_s.sum(axis=1)) / (num_ranks * step_s),
         stages=tuple(stages),
         lost=LostEfficiency(**{name: seconds / total_s for name, seconds in lost_s.items()}),
     )
@@ -307,10 +303,13 @@ def replica_costs(
     num_microbatches: int,
     cuts: Sequence[int],
     ranks: Sequence[Sequence[int]],
+    recompute: Sequence[bool] = (),
 ) -> list[Replica]:
     """What each replica's stages and transfers take on the devices and links that `ranks` gives them.
 
-    A micro-batch is batch / (replicas x micro-batches) samples, a fraction where that does not divide.
+    A micro-batch is batch / (replicas x micro-batches) samples, a fraction where that does not divide. `recompute`: by
+    stage, whether its layers run again in their backward; empty is never. Stages of one rank hand tensors over in no
+    time.
     """
     graph.check_cuts(cuts)
     num_replicas = len(ranks[0])
@@ -332,162 +331,133 @@ def replica_costs(
         stages = []
         for stage, (first, last) in enumerate(bounds):
             speed = cluster.devices[ranks[stage][r]].relative_speed
-            gradient_bytes = float(graph.trainable_bytes(first, last))
-            sync_s = cluster.slowest_link(tuple(ranks[stage])).all_reduce_time(gradient_bytes, num_replicas)
+            link = cluster.slowest_link(tuple(ranks[stage]))
+            if len(bounds) == 1:
+                sync_s = replica_sync_s(graph, link, samples, num_replicas, speed)
+            else:
+                sync_s = link.all_reduce_time(float(graph.trainable_bytes(first, last)), num_replicas)
             for num_bytes, owners in shared:
                 if stage in owners:
                     link = cluster.slowest_link(tuple(ranks[owner][r] for owner in owners))
-                    sync_s += link.all_reduce_time(num_bytes, len(owners))
+                    sync_s += link.all_reduce_time(num_bytes, len({ranks[owner][r] for owner in owners}))
             part = float(graph.trainable_elements(first, last)) / elements if elements else 0.0
+            forward_s = float(arrays.forward_s[first:last].sum())
+            again_s = forward_s if recompute and recompute[stage] else 0.0
+            input_s = weight_s = None
+            if arrays.backward_input_s is not None and arrays.backward_weight_s is not None:
+                input_s = (float(arrays.backward_input_s[first:last].sum()) + again_s) / speed
+                weight_s = float(arrays.backward_weight_s[first:last].sum()) / speed
+            elif again_s:
+                weight_s = float(arrays.backward_s[first:last].sum()) / 2 / speed
+                input_s = weight_s + again_s / speed
             stages.append(
                 StageCost(
-                    forward_s=(float(arrays.forward_s[first:last].sum()) + graph.slicing_s(len(bounds))) / speed,
-                    backward_s=float(arrays.backward_s[first:last].sum()) / speed,
+                    forward_s=(forward_s + graph.slicing_s(len(bounds))) / speed,
+                    backward_s=(float(arrays.backward_s[first:last].sum()) + again_s) / speed,
                     sync_s=sync_s,
                     optimizer_s=graph.profile.optimizer_s * part / speed,
+                    backward_input_s=input_s,
+                    backward_weight_s=weight_s,
                 )
             )
         transfers = []
         for source, target, forward_bytes, backward_bytes in moved:
-            link = cluster.link(ranks[source][r], ranks[target][r])
-            transfers.append(Transfer(source, target, link.time(forward_bytes), link.time(backward_bytes)))
+            first_rank, second_rank = ranks[source][r], ranks[target][r]
+            link = cluster.link(first_rank, second_rank)
+            times = [link.time(size) if first_rank != second_rank else 0.0 for size in (forward_bytes, backward_bytes)]
+            transfers.append(Transfer(source, target, *times))
         replicas.append(Replica(tuple(stages), tuple(transfers)))
     return replicas
 
 
-# The clock
+def replica_sync_s(graph: CostGraph, link: Link, samples: float, num_replicas: int, speed: float) -> float:
+    """Seconds for which replicas of a whole model reduce gradients after their last backward.
 
-Steps = list[tuple[int, Action]]
-"""(rank, action), each after all that it needs."""
+    DistributedDataParallel reduces bucket after bucket, each when the backward of its layers is done and the one before
+    it is through; gradients come in the reverse order of the layers.
 
-
-def _edges(replica: Replica) -> list[tuple[int, int]]:
-    return [(transfer.source, transfer.target) for transfer in replica.transfers]
-
-
-def _steps(orders: Orders, edges: Sequence[tuple[int, int]]) -> Steps:
-    steps = list(walk(orders, edges))
-    if len(steps) < sum(map(len, orders)) or not steps:
-        check_schedule(orders, edges)  # says what is wrong
-    return steps
-
-
-@dataclass(slots=True)
-class _Channel:
-    """One direction of a transfer. The lists are by micro-batch."""
-
-    source: int
-    """The stage that sends."""
-    wire: tuple[int, int]
-    seconds: float
-    sent: list[float]
-    left: list[float]
-    arrived: list[float]
-
-
-@dataclass
-class _Clock:
-    """When everything happened. `starts`, `ends` and `waits_from` (when the rank became free) are beside the steps."""
-
-    starts: list[float] = field(default_factory=list)
-    ends: list[float] = field(default_factory=list)
-    waits_from: list[float] = field(default_factory=list)
-    incoming: dict[tuple[int, str], list[_Channel]] = field(default_factory=dict)
-    outgoing: dict[tuple[int, str], list[_Channel]] = field(default_factory=dict)
-
-
-def _clock(steps: Steps, replica: Replica, overhead_s: float, overlap: bool) -> _Clock:
-    """The times of every action and message of a replica, in one pass over the steps.
-
-    start = max(rank free, arrivals);   leaves = max(end, wire free);   arrives = leaves + seconds
+        through = max(backward of its layers ends, bucket before it through) + all-reduce of the bucket
     """
-    clock = _Clock()
-    rank_of = {action.stage: rank for rank, action in steps}
-    num_microbatches = 1 + max(action.microbatch for _, action in steps)
-    seconds: dict[tuple[int, str], float] = {}
-    for stage, cost in enumerate(replica.stages):
-        for kind in KINDS:
-            seconds[stage, kind] = cost.seconds(kind) + overhead_s
-            clock.incoming[stage, kind], clock.outgoing[stage, kind] = [], []
-        clock.incoming[stage, "I"], clock.outgoing[stage, "I"] = clock.incoming[stage, "B"], clock.outgoing[stage, "B"]
-    for transfer in replica.transfers:
-        for kind, first, second, own_s in (
-            ("F", transfer.source, transfer.target, transfer.forward_s),
-            ("B", transfer.target, transfer.source, transfer.backward_s),
-        ):
-            times = ([0.0] * num_microbatches for _ in range(3))
-            channel = _Channel(first, (rank_of[first], rank_of[second]), own_s, *times)
-            clock.outgoing[first, kind].append(channel)
-            clock.incoming[second, kind].append(channel)
-    free = [0.0] * (1 + max(rank_of.values()))
-    wire_free: dict[tuple[int, int], float] = {}
-    for rank, (stage, kind, k) in steps:
-        now = free[rank]
-        clock.waits_from.append(now)
-        for channel in clock.incoming[stage, kind]:
-            if not overlap:
-                channel.sent[k] = channel.left[k] = max(now, channel.sent[k])
-                channel.arrived[k] = channel.left[k] + channel.seconds
-            now = max(now, channel.arrived[k])
-        clock.starts.append(now)
-        now += seconds[stage, kind]
-        clock.ends.append(now)
-        free[rank] = now
-        for channel in clock.outgoing[stage, kind]:
-            channel.sent[k] = now
-            if overlap:
-                channel.left[k] = max(now, wire_free.get(channel.wire, 0.0))
-                channel.arrived[k] = wire_free[channel.wire] = channel.left[k] + channel.seconds
-    return clock
+    if num_replicas == 1:
+        return 0.0
+    n = graph.num_layers
+    up_to = np.asarray(graph.trainable_bytes(0, np.arange(1, n + 1)), float)
+    gradient_bytes = np.diff(up_to, prepend=0.0)  # of parameters that are used there first: their gradient ends last
+    backward_s = graph.at(samples).backward_s / speed
+    now = through = held = 0.0
+    limit = FIRST_BUCKET_BYTES
+    for k in reversed(range(n)):
+        now, held = now + float(backward_s[k]), held + float(gradient_bytes[k])
+        if held >= limit or (k == 0 and held):
+            through = max(now, through) + link.all_reduce_time(held, num_replicas)
+            held, limit = 0.0, BUCKET_BYTES
+    return max(0.0, through - now)
 
 
-def _play(
-    steps: Steps,
-    replicas: Sequence[Replica],
-    ranks: Sequence[Sequence[int]],
-    *,
-    overhead_s: float = 0.0,
-    overlap: bool = True,
-) -> Timeline:
-    """The step of all replicas. `ranks` by pipeline rank, one a replica: the numbers that the spans carry."""
-    spans: list[Span] = []
-    free: dict[int, float] = {}
-    synced: dict[int, int] = {}
-    for r, replica in enumerate(replicas):
-        clock = _clock(steps, replica, overhead_s, overlap)
-        for (pipeline_rank, (stage, kind, k)), waits, start, end in zip(
-            steps, clock.waits_from, clock.starts, clock.ends, strict=True
-        ):
-            rank = ranks[pipeline_rank][r]
-            if start > waits:
-                incoming = clock.incoming[stage, kind]
-                if len(incoming) > 1:
-                    incoming = sorted(incoming, key=lambda channel: channel.sent[k])
-                for channel in incoming:
-                    waits = max(waits, channel.sent[k])
-                    if channel.arrived[k] > waits:
-                        spans.append(Span(rank, "recv", stage, k, waits, channel.arrived[k]))
-                        waits = channel.arrived[k]
-            spans.append(Span(rank, kind, stage, k, start, end))
-            for channel in clock.outgoing[stage, kind]:
-                if channel.seconds > 0:
-                    spans.append(Span(rank, "send", stage, k, channel.left[k], channel.arrived[k]))
-            free[rank] = end
-            if kind in ("B", "W"):
-                synced[stage] = pipeline_rank
-    for stage, pipeline_rank in synced.items():
+# From clocks to a timeline
+
+
+def _by_stage(seconds: Floats, clock: Clock, num_stages: int) -> Floats:
+    return np.bincount(clock.stages, seconds * clock.times, num_stages).astype(np.float64)
+
+
+def _syncs(
+    clocks: Sequence[Clock], replicas: Sequence[Replica], places: Sequence[int]
+) -> tuple[list[tuple[float, float]], Floats]:
+    """(start, seconds) of each stage's gradient sync, the same in all replicas; [replica, place] when each rank ends.
+
+    The stages of one rank sync one after another, in the order in which their gradients are complete.
+    """
+    ends: Floats = np.array([clock.rank_end_s for clock in clocks])
+    num_stages = len(replicas[0].stages)
+    last: Floats = np.zeros(num_stages)
+    np.maximum.at(last, clocks[0].stages, clocks[0].end_s)
+    syncs = [(0.0, 0.0)] * num_stages
+    if not (clocks[0].kinds != KINDS.index("F")).any():
+        return syncs, ends  # inference
+    for stage in np.argsort(last, kind="stable").tolist():
         sync_s = max(replica.stages[stage].sync_s for replica in replicas)
         if sync_s > 0:
-            start = max(free[rank] for rank in ranks[pipeline_rank])
-            for rank in ranks[pipeline_rank]:
-                spans.append(Span(rank, "sync", stage, -1, start, start + sync_s))
-                free[rank] = start + sync_s
-    step_end = max(free.values())
-    for stage, pipeline_rank in synced.items():
-        for replica, rank in zip(replicas, ranks[pipeline_rank], strict=True):
+            at = int(places[stage])
+            syncs[stage] = (float(ends[:, at].max()), sync_s)
+            ends[:, at] = syncs[stage][0] + sync_s
+    return syncs, ends
+
+
+def _timeline(clocks: Sequence[Clock], replicas: Sequence[Replica], ranks: Sequence[Sequence[int]]) -> Timeline:
+    """The step of all replicas. `ranks` by place in the pipeline, one a replica: the numbers that the spans carry."""
+    spans: list[Span] = []
+    place_of = dict(zip(clocks[0].stages.tolist(), clocks[0].ranks.tolist(), strict=True))
+    places = [place_of[stage] for stage in range(len(place_of))]
+    trains = bool((clocks[0].kinds != KINDS.index("F")).any())
+    for r, clock in enumerate(clocks):
+        number = np.array([row[r] for row in ranks])
+        at = number[clock.ranks].tolist()
+        stages, ks = clock.stages.tolist(), clock.microbatches.tolist()
+        names = [KINDS[kind] for kind in clock.kinds.tolist()]
+        spans += map(Span, at, names, stages, ks, clock.start_s.tolist(), clock.end_s.tolist())
+        for since, until in clock.waits:
+            for one in np.flatnonzero(until > since).tolist():
+                spans.append(Span(at[one], "recv", stages[one], ks[one], float(since[one]), float(until[one])))
+        for message in clock.messages:
+            if message.seconds > 0:
+                rank = int(number[places[message.source]])
+                times = zip(message.left_s.tolist(), message.arrived_s.tolist(), strict=True)
+                spans += (
+                    Span(rank, "send", message.source, k, left_s, arrived_s)
+                    for k, (left_s, arrived_s) in enumerate(times)
+                    if arrived_s < math.inf
+                )
+    syncs, ends = _syncs(clocks, replicas, places)
+    for stage, (start_s, sync_s) in enumerate(syncs):
+        if sync_s > 0:
+            spans += (Span(rank, "sync", stage, -1, start_s, start_s + sync_s) for rank in ranks[places[stage]])
+    step_end = float(ends.max())
+    free = {rank: step_end for row in ranks for rank in row}
+    for stage, at in enumerate(places):
+        for replica, rank in zip(replicas, ranks[at], strict=True):
             optimizer_s = replica.stages[stage].optimizer_s
-            if optimizer_s > 0:
-                start = max(step_end, free[rank])
-                spans.append(Span(rank, "optimizer", stage, -1, start, start + optimizer_s))
-                free[rank] = start + optimizer_s
+            if optimizer_s > 0 and trains:
+                spans.append(Span(rank, "optimizer", stage, -1, free[rank], free[rank] + optimizer_s))
+                free[rank] += optimizer_s
     return Timeline(tuple(spans), num_ranks=len(replicas) * len(ranks), measured=False)

@@ -3,10 +3,11 @@
 import itertools
 import random
 
-import networkx as nx
 import pytest
+from longest_path import AS_SENT, longest_path
 
 from partitioner.actions import Action, chain
+from partitioner.clock import StageCost, Transfer
 from partitioner.errors import ArgumentError
 from partitioner.graph import CostGraph
 from partitioner.plan import Plan, Stage
@@ -14,8 +15,6 @@ from partitioner.profiles import Layer, LayerCost, Parameter, Profile, Tensor
 from partitioner.schedule import build_schedule, forward_only, in_flight
 from partitioner.simulator import (
     Baseline,
-    StageCost,
-    Transfer,
     place,
     predict,
     replay,
@@ -135,70 +134,7 @@ def test_a_schedule_that_cannot_run_is_refused_with_its_grid():
         replay(build_schedule("1f1b", 2, 2), [StageCost(1.0, 1.0)] * 3, [Transfer(0, 1, 0.0, 0.0)])
 
 
-# The longest path through actions and messages is the step
-
-
-def longest_path(orders, stages, transfers, overhead_s, overlap):
-    """The same rules written as a graph: a node an action or message, an edge for each "not before the end of"."""
-    graph = nx.DiGraph()
-    rank_of = {action.stage: rank for rank, order in enumerate(orders) for action in order}
-    on_wire = {}
-    for rank, order in enumerate(orders):
-        before = None
-        for action in order:
-            stage, kind, k = action
-            cost = stages[stage]
-            graph.add_node(action, seconds=overhead_s + (cost.forward_s if kind == "F" else cost.backward_s))
-            ends = [
-                (t.source, t.target, t.forward_s) if kind == "F" else (t.target, t.source, t.backward_s)
-                for t in transfers
-            ]
-            for source, target, seconds in sorted(ends):
-                if target == stage:
-                    message = (source, target, kind, k)
-                    graph.add_node(message, seconds=seconds)
-                    graph.add_edge(message, action)
-                    if not overlap:
-                        if before is not None:
-                            graph.add_edge(before, message)
-                        before = message
-            if before is not None:
-                graph.add_edge(before, action)
-            for source, target, seconds in sorted(ends):
-                if source == stage:
-                    message = (source, target, kind, k)
-                    graph.add_node(message, seconds=seconds)
-                    graph.add_edge(action, message)
-                    wire = (rank, rank_of[target])
-                    if overlap and wire in on_wire:
-                        graph.add_edge(on_wire[wire], message)
-                    on_wire[wire] = message
-            before = action
-    end = {}
-    for node in nx.topological_sort(graph):
-        end[node] = graph.nodes[node]["seconds"] + max(
-            (end[before] for before in graph.predecessors(node)), default=0.0
-        )
-    return end
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-def test_the_replay_is_the_longest_path(overlap):
-    rng = random.Random(7)
-    for _ in range(300):
-        p, m = rng.randint(1, 6), rng.randint(1, 9)
-        orders = rng.choice([build_schedule("gpipe", p, m), build_schedule("1f1b", p, m), forward_only(p, m)])
-        stages = [StageCost(rng.choice([0.0, 1.0, rng.random()]), rng.random()) for _ in range(p)]
-        edges = set(chain(p) if rng.random() < 0.8 else ())
-        edges |= {pair for pair in itertools.combinations(range(p), 2) if rng.random() < 0.25}
-        transfers = [Transfer(*edge, rng.choice([0.0, 3.0]) * rng.random(), rng.random()) for edge in sorted(edges)]
-        overhead_s = rng.choice([0.0, 0.1])
-        step = replay(orders, stages, transfers, overhead_s=overhead_s, overlap=overlap)
-        end = longest_path(orders, stages, transfers, overhead_s, overlap)
-        assert step.step_s == pytest.approx(max(end.values()))
-        for span in step.spans:
-            if span.kind in "FB":
-                assert span.end_s == pytest.approx(end[Action(span.stage, span.kind, span.microbatch)])
+# Where the time of a rank goes
 
 
 def test_every_rank_accounts_for_the_whole_step():
@@ -232,7 +168,8 @@ def test_a_rank_communicates_while_it_waits_for_something_that_was_sent_and_idle
             for action in order:
                 stage, kind, k = action
                 others = [(t.target if kind == "B" else t.source) for t in transfers if stage in (t.source, t.target)]
-                messages = [(other, stage, kind, k) for other in others if (other, stage, kind, k) in end]
+                sent_as = AS_SENT[kind]
+                messages = [(other, stage, sent_as, k) for other in others if (other, stage, sent_as, k) in end]
                 travels = [(end[Action(message[0], kind, k)], end[message]) for message in messages]
                 start = max([free, *(arrived for _, arrived in travels)])
                 times = sorted({free, start, *(t for pair in travels for t in pair if free < t < start)})

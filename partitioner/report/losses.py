@@ -10,6 +10,10 @@ LOSSES = {
     "imbalance": ("imbalance", "the stages take unequal times; finer layers to cut between would help"),
     "fill_drain": ("fill and drain", "the pipeline fills and empties once a step; more micro-batches would shrink it"),
     "communication": ("communication", "ranks wait for tensors; a faster link or fewer stages would help"),
+    "slicing": (
+        "running a part",
+        "a stage takes longer than its layers do: the way to the first one, and its log; larger micro-batches help",
+    ),
     "recompute": ("recompute", "forward runs a second time to save memory; more memory would avoid it"),
     "sync": ("data-parallel sync", "replicas wait for each other's gradients; a larger batch would spread it"),
     "small_microbatch": ("small micro-batch", "small micro-batches use a device worse; fewer of them would help"),

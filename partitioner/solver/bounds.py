@@ -164,6 +164,8 @@ class Bounds:
 
     def _sync_s(self, first: Ints, last: Ints) -> Floats:
         """Seconds that any stage of these layers syncs over replicas at least."""
+        if self.setting.num_stages == 1:
+            return np.full(first.shape, min(self.replayer.whole_sync_s))
         num_bytes = self.replayer.graph.trainable_bytes(first, last)
         times = [all_reduce_times(link, num_bytes, self.setting.num_replicas) for link in self._sync_links]
         least: Floats = np.minimum.reduce(times)

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.graph import CostGraph
+from partitioner.simulator import replica_sync_s
 from partitioner.solver.settings import Setting
 from partitioner.specs import Cluster, Link
 
@@ -143,9 +144,19 @@ class Replayer:
                     back += num_bytes * here * tensor.needs_gradient
         return dict(sorted(moved.items()))
 
+    @cached_property
+    def whole_sync_s(self) -> list[float]:
+        """By replica: what is left of the gradient sync after the backward of a whole model."""
+        link = self.cluster.slowest_link(self.setting.ranks[0])
+        speeds = [self.cluster.devices[ranks[0]].relative_speed for ranks in self.replicas]
+        samples, count = self.setting.samples, self.setting.num_replicas
+        return [replica_sync_s(self.graph, link, samples, count, speed) for speed in speeds]
+
     def _sync_s(self, edges: Ints) -> Floats:
         """[rows, p] seconds of each stage's gradient sync, over replicas and over the owners of shared parameters."""
         setting, cluster = self.setting, self.cluster
+        if setting.num_stages == 1:
+            return np.full((len(edges), 1), max(self.whole_sync_s))
         first, last = edges[:, :-1], edges[:, 1:]
         num_bytes = self.graph.trainable_bytes(first, last)
         seconds = np.zeros(first.shape)
