@@ -230,3 +230,66 @@ def piper(graph: Graph, values: dict[str, str], stages: Sequence[dict[str, Any]]
             worst, sum(way["timePerSample"] for way in chosen.values()) / data + (moved / data + reduced) / rate
         )
     return worst
+
+
+NVLINK, ETHERNET, NCCL = 25e9, 1e9, 3e9
+"""Bytes a second that DAPPLE's planner takes within a server, between two, and for groups over several."""
+
+
+def dapple_trips(graph: Graph, values: dict[str, str], known: dict[str, Any]) -> int:
+    """How often the reference counted a transfer that is the longest: what gives its objective for its own stages.
+
+    Its stages are (first, last, replicas, devices) by the file's list of down-sets, the last one's end not counted.
+    """
+    above = ancestors(graph)
+    held = [frozenset().union(*(above[name] for name in state)) for state in graph["states"]]
+    ends = [0, *map(int, values["seps"].split(","))]
+    stages, count = [], len(held)
+    for k, (first, last, _, group) in enumerate(known["stages"]):
+        before = held[first - 1] if first else frozenset()
+        until = held[last - 1] if k + 1 < len(known["stages"]) else held[count - 1]
+        devices = tuple(sum(a <= device < b for device in group) for a, b in pairwise(ends))
+        stages.append({"nodes": until - before, "reduced": held[last] - before, "devices": devices})
+    off = []
+    for trips in (2, 1):
+        try:
+            value = 1 / dapple(graph, values, stages, known["rp"], trips)
+        except AssertionError:  # its list has down-sets that do not hold one another
+            continue
+        off.append((abs(value - known["objective"]), -trips))
+    return -min(off)[1] if off else 2
+
+
+def dapple(graph: Graph, values: dict[str, str], stages: Sequence[dict[str, Any]], copies: int, trips: int) -> float:
+    """The step over the batch's time on one device. `reduced`: layers whose gradients the reference counts for a stage,
+    which are its own and the next down-set's; `devices` of a stage by server.
+    """
+    _in_order(graph, [stage["nodes"] for stage in stages])
+    by_name = {node["id"]: node for node in graph["nodes"]}
+    sent, scale = _sent(graph), int(values["gbs"]) / int(values["pbs"])
+    ends = [0, *map(int, values["seps"].split(","))]
+    free = sorted(b - a for a, b in pairwise(ends))
+    microbatches = int(values["gbs"]) // copies // int(values["mmbs"])
+    assert sum(sum(stage["devices"]) for stage in stages) <= sum(free)
+    assert all(sum(stage["devices"]) % copies == 0 for stage in stages)
+    work = [sum(_seconds(by_name[name]) for name in stage["nodes"]) * scale for stage in stages]
+    longest = max(seconds / sum(stage["devices"]) for seconds, stage in zip(work, stages, strict=True))
+    through, done = sum(work) / copies / microbatches, set()
+    for stage, following in pairwise(stages):
+        done |= set(stage["nodes"])
+        out, source, target = sent[frozenset(done)] * scale, stage["devices"], following["devices"]
+        if sum(count > 0 for count in target) > 1:
+            a_byte = 1 / NCCL
+        else:
+            outside = sum(source) - next(s for s, t in zip(source, target, strict=True) if t)
+            a_byte = outside / sum(source) / ETHERNET if outside else 1 / NVLINK
+        longest = max(longest, trips * out * a_byte)
+        through += out / copies / microbatches * a_byte
+    block, late = longest / microbatches, 0.0
+    for k, stage in enumerate(stages):
+        n = sum(stage["devices"])
+        size = sum(by_name[name]["parameter_bytes"] for name in stage["reduced"])
+        assert set(stage["nodes"]) <= set(stage["reduced"])
+        rate = NCCL if sum(count > 0 for count in stage["devices"]) > 1 else NVLINK * max(1, n // 2)
+        late = max(late, 2 * (n - 1) / n * size / rate - k * block)
+    return (block * (microbatches - 1) + through + late) / sum(work)
