@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from partitioner.plan import Plan
     from partitioner.report.comparison import Comparison
+    from partitioner.report.explorer import Explorer
     from partitioner.timeline import Timeline
 
 
@@ -53,6 +54,11 @@ class ShownPlan(Shown):
     def plot_graph(self, *, ax: Axes | None = None) -> Figure:
         """Every layer in its order, as high as the time it takes, coloured by stage."""
         return _figure("plot_graph", self, ax=ax)
+
+    def explore(self) -> Explorer:
+        """The notebook's explorer: move cuts, micro-batches and schedule by hand, and see what that costs."""
+        found: Explorer = _view("explorer").Explorer(self)
+        return found
 
     def save_report(self, path: str | os.PathLike[str], *, measured: Timeline | None = None) -> None:
         """Write the plan as one self-contained web page; `measured`: a step as it ran, from `stage.timeline()`."""

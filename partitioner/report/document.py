@@ -17,7 +17,7 @@ from partitioner.graph import CostGraph
 from partitioner.plan import Alternative, Plan
 from partitioner.profiles import write_whole
 from partitioner.report import plan_parts
-from partitioner.report.blocks import Bar, Facts, Part, Table
+from partitioner.report.blocks import Facts, Table
 from partitioner.report.gantt_svg import gantt_svg, kinds_in
 from partitioner.report.graph_svg import graph_svg, stage_bounds
 from partitioner.report.html import block_html, style
@@ -117,35 +117,15 @@ def _losses(plan: Plan) -> str:
 
 
 def _balance(plan: Plan) -> str:
-    predicted = plan.prediction.stages
-    work = [stage.forward_s + stage.backward_s for stage in predicted]
-    most, mean = max(work) or 1.0, sum(work) / len(work) or 1.0
-    rows = []
-    for stage, one, took in zip(plan.stages, predicted, work, strict=True):
-        parts = (Part("forward", 0, one.forward_s / most), Part("backward", one.forward_s / most, took / most))
-        said = f"forward {seconds(one.forward_s)}, backward {seconds(one.backward_s)}"
-        cells = plan_parts.stage_row(plan, stage.index)
-        rows.append(
-            (
-                *cells[:3],
-                Bar(parts, said),
-                seconds(took),
-                f"{100 * (took / mean - 1):+.1f} %",
-                cells[5],
-                cells[8],
-                cells[9],
-            )
-        )
-    headers = ("stage", "layers", "ranks", "a micro-batch", "time", "to mean", "sends", "idle", "the step")
-    note = "{forward} forward  {backward} backward  {work} computes  {waits} waits for others"
-    table = Table(headers, tuple(rows), wide=("layers",), note=note, caption="Time of each stage")
-    k = max(range(len(work)), key=lambda k: work[k])
+    work = [stage.forward_s + stage.backward_s for stage in plan.prediction.stages]
+    k, mean = max(range(len(work)), key=lambda k: work[k]), sum(work) / len(work) or 1.0
     slowest = (
         f"Stage {k} is the slowest: {seconds(work[k])} a micro-batch, {percent(work[k] / mean - 1)} over the mean. "
         if len(work) > 1 and work[k] / mean > 1 + SMALL
         else ""
     )
-    return f"<p>{slowest}A pipeline is as fast as its slowest stage.</p>{block_html(table)}"
+    table = block_html(plan_parts.balance(plan))
+    return f"<p>{slowest}A pipeline is as fast as its slowest stage.</p>{table}"
 
 
 def _schedule(predicted: Timeline, measured: Timeline | None) -> str:

@@ -95,7 +95,7 @@ def stages(plan: Plan) -> Table:
 
 def stage_row(plan: Plan, k: int) -> tuple[str | Bar, ...]:
     """The cells of `stages` for one stage."""
-    stage, predicted = plan.stages[k], plan.prediction.stages[k]
+    stage, predicted, step_s = plan.stages[k], plan.prediction.stages[k], plan.prediction.step_s
     limits = {stage_limit(plan, other) for other in range(plan.num_stages)}
     limit, alike = stage_limit(plan, k), len(limits) == 1
     return (
@@ -107,8 +107,8 @@ def stage_row(plan: Plan, k: int) -> tuple[str | Bar, ...]:
         format_bytes(predicted.send_bytes),
         format_bytes(predicted.memory.total),
         (percent(predicted.memory.total / limit) if limit else "-") + ("" if alike else f" of {format_bytes(limit)}"),
-        percent(idle_share(predicted)),
-        busy_bar(predicted),
+        percent(predicted.idle_s / step_s if step_s else 0.0),
+        busy_bar(predicted, step_s),
     )
 
 
@@ -117,20 +117,34 @@ def stage_limit(plan: Plan, k: int) -> int:
     return min(memory_limit(plan.cluster.devices[rank], plan.training) for rank in plan.stages[k].ranks)
 
 
-def busy_bar(predicted: StagePrediction) -> Bar:
-    """Compute, communication and idle of a stage's slowest rank, which are the step."""
-    step_s = predicted.compute_s + predicted.communication_s + predicted.idle_s
+def balance(plan: Plan) -> Table:
+    """What one micro-batch takes on each stage, as bars beside one another, and what comes of it in a step."""
+    predicted = plan.prediction.stages
+    work = [stage.forward_s + stage.backward_s for stage in predicted]
+    most, mean = max(work) or 1.0, sum(work) / len(work) or 1.0
+    rows = []
+    for one, took, cells in zip(predicted, work, (stage_row(plan, k) for k in range(len(work))), strict=True):
+        stage, layers, ranks, forward, backward, sends, held, _, idle, step = cells
+        parts = (Part("forward", 0, one.forward_s / most), Part("backward", one.forward_s / most, took / most))
+        bar = Bar(parts, f"forward {forward}, backward {backward}")
+        over = f"{100 * (took / mean - 1):+.1f} %"
+        rows.append((stage, layers, ranks, bar, seconds(took), over, sends, held, idle, step))
+    return Table(
+        ("stage", "layers", "ranks", "a micro-batch", "time", "to mean", "sends", "memory", "idle", "the step"),
+        tuple(rows),
+        wide=("layers",),
+        note="{forward} forward  {backward} backward  {work} computes  {waits} waits for others",
+        caption="Time of each stage",
+    )
+
+
+def busy_bar(predicted: StagePrediction, step_s: float) -> Bar:
+    """What a stage's slowest rank computes and waits for it, over the step."""
     if not step_s:
         return Bar(())
     work, waits = predicted.compute_s / step_s, predicted.communication_s / step_s
-    said = f"computes {percent(work)}, waits {percent(waits)}, idle {percent(idle_share(predicted))}"
+    said = f"computes {percent(work)}, waits {percent(waits)}, idle {percent(predicted.idle_s / step_s)}"
     return Bar((Part("work", 0.0, work), Part("waits", work, work + waits)), said)
-
-
-def idle_share(predicted: StagePrediction) -> float:
-    """Share of the step in which a rank of the stage does nothing; compute + communication + idle are the step."""
-    step_s = predicted.compute_s + predicted.communication_s + predicted.idle_s
-    return predicted.idle_s / step_s if step_s else 0.0
 
 
 def _ranks(ranks: Sequence[int], nodes: Sequence[int]) -> str:
