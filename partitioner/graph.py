@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -76,6 +76,10 @@ class IntervalSum:
             num_rows = len(np.unique(previous[far]))
             kind = _Table if num_rows * num_layers <= MOST_CELLS else _Dominance
             self._far = kind(num_layers, at[far], previous[far], amount[far])
+
+    @cached_property
+    def prefix_list(self) -> list[float] | None:
+        return None if self.prefix is None else self.prefix.tolist()
 
     def __call__(self, first: ArrayLike, last: ArrayLike) -> Any:
         """Totals of the intervals [first, last), first < last; arrays of positions broadcast."""
@@ -165,6 +169,10 @@ class Holding:
     reach: IntervalMax
     """Of each layer: bytes kept of the layers before it, plus the most that it needs itself, kept bytes included."""
 
+    @cached_property
+    def kept_before_list(self) -> list[float]:
+        return list(self.kept_before.tolist())
+
     def working(self, first: ArrayLike, last: ArrayLike) -> Any:
         """The most that the layers [first, last) need at one moment of one micro-batch, beyond what they all keep."""
         return np.maximum(self.reach(first, last) - self.kept_before[np.asarray(last)], 0.0)
@@ -200,6 +208,11 @@ class LayerArrays:
     _sent: IntervalSum
     _sent_gradient: IntervalSum
 
+    @cached_property
+    def lists(self) -> tuple[list[float], list[float]]:
+        """`before_s` and `forward_before_s` for one look at a time."""
+        return self.before_s.tolist(), self.forward_before_s.tolist()
+
     def sent(self, first: ArrayLike, last: ArrayLike) -> Any:
         """Bytes of tensors that the layers [first, last) make and later ones use, each once."""
         end = len(self.forward_s)
@@ -223,6 +236,7 @@ class CostGraph(Shown):
         self.position = {name: k for k, name in enumerate(self.ids)}
         self.num_layers = len(self.ids)
         self._at: dict[float, LayerArrays] = {}
+        self._recomputed_at: dict[float, LayerArrays] = {}
         self._standing: dict[float, IntervalSum] = {}
         self._holding: dict[tuple[float, int, int, Recompute], Holding] = {}
         self._tensors = [
@@ -279,6 +293,21 @@ class CostGraph(Shown):
         return tuple((t, at, tuple(to)) for t, at, to in self._crossing_tensors if to[-1] > at + 1)
 
     @cached_property
+    def far_flows(self) -> FarFlows:
+        """The same as arrays."""
+        far = self.far_tensors
+        uses = [(k, place) for k, (_, producer, to) in enumerate(far) for place in to if place > producer]
+        tensor, consumer = np.array(uses, np.int64).reshape(-1, 2).T
+        return FarFlows(
+            sizes=self.profile.microbatch_sizes,
+            bytes_at=_table([item[0].bytes_at for item in far], len(self.profile.microbatch_sizes)),
+            producer=np.array([producer for _, producer, _ in far], np.int64),
+            gradient=np.array([tensor.needs_gradient for tensor, _, _ in far], np.bool_),
+            tensor=tensor,
+            consumer=consumer,
+        )
+
+    @cached_property
     def shared_parameters(self) -> tuple[Parameter, ...]:
         """Trainable parameters that several layers use: cut apart, their copies are kept equal."""
         return tuple(p for p in self.profile.parameters if p.trainable and len(set(p.layers)) > 1)
@@ -315,6 +344,15 @@ class CostGraph(Shown):
         if samples not in self._at:
             self._at[samples] = self._arrays(samples)
         return self._at[samples]
+
+    def recomputed_at(self, samples: float) -> LayerArrays:
+        """The same where every backward runs its layer's forward again."""
+        if samples not in self._recomputed_at:
+            costs = self.at(samples)
+            backward_s = costs.backward_s + costs.forward_s
+            before_s = _before(costs.forward_s + backward_s)
+            self._recomputed_at[samples] = replace(costs, backward_s=backward_s, before_s=before_s)
+        return self._recomputed_at[samples]
 
     def slicing_s(self, num_stages: int) -> float:
         """Seconds of each forward of a stage beyond its layers; a model that is not cut has none."""
@@ -462,14 +500,13 @@ class CostGraph(Shown):
     def _flows(self) -> _Flows:
         """The same for every micro-batch size: which tensors go where, as arrays."""
         n, crossing = self.num_layers, self._crossing_tensors
-        bytes_at = np.array([tensor.bytes_at for tensor, _, _ in crossing], float)
         received = [
             (k, at, previous)
             for k, (_, producer, consumers) in enumerate(crossing)
             for previous, at in pairwise([producer, *(place for place in consumers if place > producer)])
         ]
         return _Flows(
-            bytes_at=bytes_at.reshape(len(crossing), len(self.profile.microbatch_sizes)).T,
+            bytes_at=_table([tensor.bytes_at for tensor, _, _ in crossing], len(self.profile.microbatch_sizes)),
             producer=np.array([producer for _, producer, _ in crossing], np.int64),
             last=np.array([consumers[-1] for _, _, consumers in crossing], np.int64),
             near=np.array([consumers[-1] == producer + 1 for _, producer, consumers in crossing], np.bool_),
@@ -558,6 +595,27 @@ class CostGraph(Shown):
 
 
 @dataclass(frozen=True)
+class FarFlows:
+    """Tensors by number k, and their uses by later layers."""
+
+    sizes: tuple[int, ...]
+    bytes_at: Floats
+    """[sizes, k]"""
+    producer: Ints
+    """[k] position."""
+    gradient: NDArray[np.bool_]
+    """[k] whether one comes back."""
+    tensor: Ints
+    """[uses] k."""
+    consumer: Ints
+    """[uses] position."""
+
+    def bytes(self, samples: float) -> Floats:
+        """[k] of a micro-batch of `samples`."""
+        return _interpolated(self.sizes, self.bytes_at, samples)
+
+
+@dataclass(frozen=True)
 class _Flows:
     """Tensors that later layers use, by number k; amounts are given by k."""
 
@@ -592,6 +650,11 @@ class _Flows:
         """Positions counted from the end: a tensor counts for the layers that end after it is made."""
         end = self.num_layers - 1
         return np.column_stack((end - self.producer, end - self.last, amount))
+
+
+def _table(rows: Sequence[Sequence[float]], width: int) -> Floats:
+    """[width, rows]"""
+    return np.array(rows, float).reshape(len(rows), width).T
 
 
 def _before(values: Any) -> Floats:

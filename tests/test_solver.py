@@ -2,7 +2,6 @@
 
 import itertools
 import random
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -11,19 +10,20 @@ from chains import LOTS, chain, cluster, random_chain
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from partitioner.errors import ArgumentError, InfeasibleError, NotBuiltError
+from partitioner.errors import ArgumentError, InfeasibleError
 from partitioner.graph import CostGraph
 from partitioner.memory import memory_limit, stage_memory
 from partitioner.schedule import in_flight
 from partitioner.simulator import predict, single_device
 from partitioner.solver import problem as one_setting
 from partitioner.solver import solve
-from partitioner.solver.chain import Chain, best_split, cheapest_split, smallest_bottleneck, start_flags
+from partitioner.solver.chain import Chain, best_split, cheapest_split, smallest_bottleneck
 from partitioner.solver.evaluate import Replayer
 from partitioner.solver.limits import Limits
 from partitioner.solver.problem import Problem
 from partitioner.solver.settings import Setting, divisors, layouts, mesh_levels
 from partitioner.solver.settings import settings as every_setting
+from partitioner.solver.starts import stage_starts
 from partitioner.specs import Link, Training
 
 FAST = Link.of(1e-5, 1e11)
@@ -242,7 +242,7 @@ def slow_bottleneck(chain_):
         following = [float("inf")] * (n + 1)
         for j in range(1, n + 1):
             for i in range(j):
-                if chain_.starts[s, i]:
+                if i in chain_.starts.positions(s):
                     seconds = (chain_.prefix_s[j] - chain_.prefix_s[i]) / speed
                     following[j] = min(following[j], max(best[i], seconds))
         best = following
@@ -259,7 +259,7 @@ def slow_cheapest(chain_, bottleneck):
             for i in range(j):
                 seconds = (chain_.prefix_s[j] - chain_.prefix_s[i]) / speed
                 fits = chain_.limits is None or bool(chain_.limits.fits(s, i, j))
-                if chain_.starts[s, i] and fits and seconds <= bottleneck * (1 + 1e-12):
+                if i in chain_.starts.positions(s) and fits and seconds <= bottleneck * (1 + 1e-12):
                     following[j] = min(following[j], best[i] + (chain_.hops_s[s, i] if s else 0.0) + seconds)
         best = following
     return best[n]
@@ -269,7 +269,6 @@ class Shelf(Limits):
     """Layers take up space, and so does what crosses a cut, on both sides of it."""
 
     def __init__(self, used, wide, limit):
-        super().__init__(len(used) - 1)
         self.used, self.wide, self.limit = used, wide, limit
 
     def fits(self, stage, first, last):
@@ -278,9 +277,6 @@ class Shelf(Limits):
     def roomy(self, stage, first, last):
         return self.used[last] - self.used[first] <= self.limit[stage]
 
-    def alike(self, stage):
-        return int(self.limit[stage])
-
 
 def random_problem(rng):
     n = rng.randrange(2, 11)
@@ -288,7 +284,7 @@ def random_problem(rng):
     seconds = [rng.choice([rng.random(), float(rng.randrange(4))]) for _ in range(n)]
     allowed = tuple(k for k in range(1, n) if rng.random() < 0.85)
     pins = {rng.randrange(n): rng.randrange(p)} if rng.random() < 0.3 else {}
-    starts = start_flags(n, p, allowed, pins)
+    starts = stage_starts(n, p, allowed, pins)
     splits = [
         cuts
         for cuts in itertools.combinations(allowed, p - 1)
@@ -467,7 +463,7 @@ def test_no_split_is_faster_than_the_lower_bound_of_its_setting(seed):
     for schedule in ("gpipe", "1f1b"):
         for ranks in layouts(there, p, dp):
             setting = Setting(p, dp, schedule, m, 1, ranks)
-            starts = start_flags(n, p, graph.allowed_cuts)
+            starts = stage_starts(n, p, graph.allowed_cuts)
             problem = Problem(graph, there, Training(batch_size=dp * m), setting, starts)
             splits = np.array(list(itertools.combinations(range(1, n), p - 1)))
             splits = splits[problem.fitting(splits)]
@@ -532,27 +528,3 @@ def test_plans_lose_no_layer_keep_to_the_memory_and_are_no_worse_than_the_equal_
         )
         if all(stage.memory.total <= there.devices[0].memory_bytes for stage in equal.stages):
             assert total_s(plan) <= (equal.step_s + equal.optimizer_s) * (1 + 1e-9)
-
-
-@pytest.mark.parametrize(("schedule", "memory_bytes"), [("gpipe", 1_500_000_000), ("1f1b", 700_000_000)])
-def test_a_thousand_layers_on_64_devices_take_seconds(schedule, memory_bytes):
-    rng = random.Random(0)
-    profile = chain(
-        [rng.random() * 1e-3 for _ in range(1000)],
-        tensor_bytes=[rng.randrange(10_000, 200_000) for _ in range(1000)],
-        parameter_bytes=[4_000 * rng.randrange(1, 100) for _ in range(1000)],
-        saved_bytes=100_000,
-    )
-    start = time.perf_counter()
-    plan = solve(
-        profile, cluster(64, link=FAST, memory_bytes=memory_bytes), Training(batch_size=512, schedule=schedule)
-    )
-    assert time.perf_counter() - start < 30  # one or two on a machine of its own
-    assert plan.num_ranks == 64
-    assert plan.num_stages > 1  # a whole model does not fit
-    assert plan.gap < 0.05
-
-
-def test_a_schedule_that_is_not_searched_is_refused_by_name():
-    with pytest.raises(NotBuiltError, match="schedule='zero-bubble' is simulated, but no split is searched"):
-        solve(chain([1.0] * 4), cluster(2), Training(batch_size=4, schedule="zero-bubble"))

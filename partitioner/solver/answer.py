@@ -8,7 +8,6 @@ from partitioner.plan import Alternative, Plan, Stage
 from partitioner.profiles import Profile
 from partitioner.simulator import predict, single_device
 from partitioner.solver.explain import reasons
-from partitioner.solver.limits import Windows
 from partitioner.solver.problem import Found
 from partitioner.solver.search import Searched, search
 from partitioner.solver.settings import check_request, mesh_levels
@@ -31,9 +30,8 @@ def solve(profile: Profile, cluster: Cluster, training: Training) -> Plan:
     """
     graph = CostGraph(profile)
     check_request(graph, cluster, training)
-    windows = Windows()
     for meshes in mesh_levels(graph, cluster, training):
-        searched = search(graph, cluster, training, meshes, windows)
+        searched = search(graph, cluster, training, meshes)
         if searched.found:
             return _plan(graph, cluster, training, searched)
     raise InfeasibleError(shortage(graph, cluster, training))
@@ -52,11 +50,12 @@ def _plan(graph: CostGraph, cluster: Cluster, training: Training, searched: Sear
         schedule=setting.schedule,
         num_microbatches=setting.num_microbatches,
         cuts=best.cuts,
-        ranks=setting.ranks,
+        ranks=setting.ranks_by_stage,
         baseline=baseline,
     )
     stages = tuple(
-        Stage(index=k, layers=layers, ranks=setting.ranks[k]) for k, layers in enumerate(graph.stage_ids(best.cuts))
+        Stage(index=k, layers=layers, ranks=setting.ranks_by_stage[k])
+        for k, layers in enumerate(graph.stage_ids(best.cuts))
     )
     return Plan(
         profile=graph.profile,

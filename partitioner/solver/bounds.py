@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from partitioner.schedule import in_flight
-from partitioner.solver.chain import TOLERANCE, Chain, covered_by, smallest_bottleneck
+from partitioner.solver.chain import TOLERANCE, Chain, Lines, smallest_bottleneck
 from partitioner.solver.evaluate import Replayer, all_reduce_times, link_times
-from partitioner.solver.limits import Flags, Floats, Ints, Limits
+from partitioner.solver.limits import Floats, Limits
 from partitioner.solver.settings import Setting
+from partitioner.solver.starts import Starts
 from partitioner.specs import Link
 
-PRECISION = 1e-5
+PRECISION = 1e-6
 """Relative, of bounds that are bisected."""
+SMALL = 20_000
+"""Layers x stages up to which every bound is worked out; in larger ones some that seldom decide are left out."""
 
 
-class Line(NamedTuple):
+class Lane(NamedTuple):
     """One replica: its stages' speeds, and the least seconds of the wires into each stage, 0 into stage 0."""
 
     speeds: Floats
@@ -34,7 +36,6 @@ class Line(NamedTuple):
         return hops
 
 
-@dataclass(frozen=True)
 class Bounds:
     """Lower bounds of step + optimizer over all splits of one setting that leave room. p stages, m micro-batches:
 
@@ -54,186 +55,236 @@ class Bounds:
     `place` and `rounds` hold for every s, and the largest counts. All but `busy` need every stage to wait for the one
     before it (`graph.linked`). Stage 0 ends last, so its sync adds to them: it has the layers before the first possible
     cut. Every stage's own sync follows its own work. The optimizer takes least when all devices finish theirs together.
+    Recomputation adds to a stage's own work, and is left out of the others' in all of them.
+
+    Under a schedule with several stages a rank, or a backward in two parts, only a rank's work and one micro-batch's
+    forward way count.
     """
 
-    replayer: Replayer
-    starts: Flags
-    limits: Limits | None
+    def __init__(self, replayer: Replayer, starts: Starts, limits: Limits | None, again_s: Floats | None) -> None:
+        self.replayer, self.starts, self.limits, self.again_s = replayer, starts, limits, again_s
 
     def quick(self) -> float:
         """In O(n), from sums and the largest layer."""
         costs, m, p = self.replayer.costs, self.setting.num_microbatches, self.setting.num_stages
-        bound = 0.0
-        for speed in self._speeds:
-            total, fastest = float(speed.sum()), float(speed.max())
+        bound, sync_s = 0.0, self._all_sync_s
+        for lane in self._lanes:
+            speed = lane.speeds
+            total, fastest = float(speed.sum()) / self.setting.stages_per_rank, float(speed.max())
             forward = max(float(costs.forward_s.sum()) / total, float(costs.forward_s.max()) / fastest)
             backward = max(float(costs.backward_s.sum()) / total, float(costs.backward_s.max()) / fastest)
             both = max(float(costs.before_s[-1]) / total, float((costs.forward_s + costs.backward_s).max()) / fastest)
-            bound = max(bound, m * both)
+            bound = max(bound, m * both, (m * float(costs.before_s[-1]) + float(speed.min()) * sync_s) / total)
             if p > 1 and self._in_line:
-                bound = max(bound, float(costs.before_s[-1]) / fastest + (m - 1) * max(forward, backward))
+                if self._simple:
+                    way = float(costs.before_s[-1]) / fastest + float(lane.hops_s[-1])
+                    bound = max(bound, way + (m - 1) * max(forward, backward))
+                else:
+                    bound = max(bound, float(costs.forward_before_s[-1]) / fastest + float(np.sum(lane.there_s)))
         return bound + self._optimizer_s
 
     def tight(self, target_s: float = math.inf) -> float:
-        """O(p n log n): all of the above, at their minima over splits; no more than `target_s` where they reach it."""
+        """All of the above, at their minima over splits; no more than `target_s` where they reach it. A few dozen walks
+        of O(p log n), one where the target decides."""
+        if not self._simple:
+            return self.quick()
         m, p, schedule = self.setting.num_microbatches, self.setting.num_stages, self.setting.schedule
+        if target_s < math.inf and p > 1 and self._in_line:
+            inner_s = target_s - self._optimizer_s
+            if any(not self._possible(inner_s, lane) for lane in self._lanes):
+                return target_s
         before_s, forward_before_s = self.replayer.costs.before_s, self.replayer.costs.forward_before_s
-        bound = 0.0
-        for line, speeds in zip(self._lines, self._speeds, strict=True):
-            slowest = self._bottleneck(before_s, speeds, self.limits)
+        bound, thorough = self.quick() - self._optimizer_s, len(before_s) * p <= SMALL
+        for lane in self._lanes:
+            slowest = smallest_bottleneck(self.chain(lane), precision=0.0 if thorough else PRECISION)
             if slowest == math.inf:
                 return math.inf
             bound = max(bound, m * slowest)
             if self._in_line:
-                forward = self._bottleneck(forward_before_s, speeds)
-                backward = self._bottleneck(before_s - forward_before_s, speeds)
-                again = max(forward, backward, float(line.there_s.max()), float(line.back_s.max()))
-                way = float(before_s[-1]) / float(speeds.max()) + float(line.hops_s[-1])
+                forward = self._bottleneck(forward_before_s, lane) if thorough else 0.0
+                backward = self._bottleneck(before_s - forward_before_s, lane) if thorough else 0.0
+                again = max(forward, backward, float(lane.there_s.max()), float(lane.back_s.max()))
+                way = float(before_s[-1]) / float(lane.speeds.max()) + float(lane.hops_s[-1])
                 if schedule == "gpipe":
-                    bound = max(bound, way + (m - 1) * max(forward + backward, slowest, again) + self._first_sync_s)
-                else:
-                    bound = max(bound, way + (m - 1) * again + self._first_sync_s)
+                    again = max(forward + backward, slowest, again)
+                bound = max(bound, way + (m - 1) * again + self._first_sync_s)
                 if p > 1:
-                    bound = self._placed(bound, line, target_s - self._optimizer_s)
+                    bound = self._placed(bound, lane)
         return bound * (1 - 10 * TOLERANCE) + self._optimizer_s
 
-    def windows(self, total_s: float) -> list[Ints]:
-        """By stage: for each end the smallest start from which a stage could still keep within `total_s`.
+    def windows(self, total_s: float) -> Lines:
+        """What each stage must keep to for the step not to take longer than `total_s`, by its place in the schedule.
 
         Splits within them are not sure to take so little; but they give each stage what its place in the schedule can
         bear, which an equal bottleneck for all does not.
         """
-        n, bound = self.replayer.graph.num_layers, total_s - self._optimizer_s
-        positions, nearest = np.arange(n), []
-        for s in range(self.setting.num_stages):
-            every = [self._ends(s, positions, bound, line) for line in self._lines]
-            ends = np.maximum.accumulate(np.minimum.reduce(every))
-            nearest.append(np.minimum(np.searchsorted(ends, np.arange(n + 1), side="left"), np.arange(n + 1)))
-        return nearest
+        every = [self._lines_within(total_s - self._optimizer_s, lane) for lane in self._lanes]
+        return [tuple(line for lines in of_stage for line in lines) for of_stage in zip(*every, strict=True)]
 
     @property
     def setting(self) -> Setting:
         return self.replayer.setting
 
     @cached_property
-    def _in_line(self) -> bool:
-        return bool(self.replayer.graph.linked[self.starts[1:].any(axis=0)].all())
+    def _simple(self) -> bool:
+        """Whether the bounds of whole backwards, one stage a rank, hold."""
+        return self.setting.schedule in ("gpipe", "1f1b") and self.setting.stages_per_rank == 1
 
     @cached_property
-    def _speeds(self) -> list[Floats]:
-        devices = self.replayer.cluster.devices
-        return [np.array([devices[rank].relative_speed for rank in ranks]) for ranks in self.replayer.replicas]
+    def _in_line(self) -> bool:
+        return bool(self.replayer.graph.linked[self.starts.possible].all())
 
     @cached_property
     def _optimizer_s(self) -> float:
         graph = self.replayer.graph
         if not graph.trainable_elements(0, graph.num_layers):
             return 0.0
-        return graph.profile.optimizer_s / min(float(speeds.sum()) for speeds in self._speeds)
+        return graph.profile.optimizer_s / self.replayer.layout.total_speed
 
-    def _bottleneck(self, prefix_s: Floats, speeds: Floats, limits: Limits | None = None) -> float:
-        hops = np.zeros(self.starts.shape)
-        return smallest_bottleneck(Chain(prefix_s, tuple(speeds.tolist()), self.starts, hops, limits))
+    def chain(self, lane: Lane) -> Chain:
+        """The stages' own work, within memory, without wires."""
+        nothing = np.zeros(self.starts.num_layers + 1)
+        speeds, p = tuple(lane.speeds.tolist()), self.setting.num_stages
+        return Chain(self.replayer.costs.before_s, speeds, self.starts, [nothing] * p, self.limits, self.again_s)
+
+    def _bottleneck(self, prefix_s: Floats, lane: Lane) -> float:
+        hops = [prefix_s] * self.setting.num_stages  # not looked at
+        return smallest_bottleneck(Chain(prefix_s, tuple(lane.speeds.tolist()), self.starts, hops))
 
     @cached_property
-    def _lines(self) -> list[Line]:
+    def _lanes(self) -> list[Lane]:
         """By replica. What is handed from layer to layer at a cut goes over the wire whatever else is cut."""
-        costs, cluster = self.replayer.costs, self.replayer.cluster
-        times: dict[Link, tuple[Floats, Floats]] = {}
-        lines = []
-        for ranks, speeds in zip(self.replayer.replicas, self._speeds, strict=True):
-            line = Line(speeds, np.zeros(len(ranks)), np.zeros(len(ranks)))
-            for s in range(1, len(ranks)):
-                link, at = cluster.link(ranks[s - 1], ranks[s]), self.starts[s]
-                if list(link.seconds) == sorted(link.seconds):  # more bytes never take less time
-                    if link not in times:
-                        back_s = link_times(link, costs.next_gradient_bytes)
-                        times[link] = link_times(link, costs.next_bytes), back_s
-                    line.there_s[s], line.back_s[s] = (float(time[at].min()) for time in times[link])
-            lines.append(line)
-        return lines
+        costs, layout, p = self.replayer.costs, self.replayer.layout, self.setting.num_stages
+        cluster, at = self.replayer.cluster, self.starts.possible
+        least: dict[bool, tuple[float, float]] = {}
+        for apart, link in ((False, cluster.intra), (True, cluster.inter)):
+            least[apart] = 0.0, 0.0
+            if len(at) and list(link.seconds) == sorted(link.seconds):  # more bytes never take less time
+                there_s, back_s = (
+                    link_times(link, costs.next_bytes[at]),
+                    link_times(link, costs.next_gradient_bytes[at]),
+                )
+                least[apart] = float(there_s.min()), float(back_s.min())
+        lanes, places = [], self.replayer.places
+        for number, speeds in enumerate(self.replayer.speeds):
+            crosses = layout.apart(number, places[:-1], places[1:])
+            there_s, back_s = (
+                np.concatenate(([0.0], np.where(crosses, least[True][k], least[False][k]))) for k in (0, 1)
+            )
+            lanes.append(Lane(speeds, there_s[:p], back_s[:p]))
+        return lanes
 
     @cached_property
     def _first_sync_s(self) -> float:
-        first = int(np.argmax(self.starts[1])) if self.setting.num_stages > 1 else self.replayer.graph.num_layers
-        return float(self._sync_s(np.array([0]), np.array([first]))[0])
+        if self.setting.num_stages == 1:
+            return min(self.replayer.whole_sync_s)
+        first = self.starts.low[1]
+        graph, replicas = self.replayer.graph, self.setting.num_replicas
+        num_bytes = np.array([float(graph.trainable_bytes(0, first))])
+        return min(float(all_reduce_times(link, num_bytes, replicas)[0]) for link in self.replayer.layout.sync_links)
 
     @cached_property
-    def _sync_links(self) -> set[Link]:
-        return {self.replayer.cluster.slowest_link(ranks) for ranks in self.setting.ranks}
-
-    def _sync_s(self, first: Ints, last: Ints) -> Floats:
-        """Seconds that any stage of these layers syncs over replicas at least."""
+    def _all_sync_s(self) -> float:
+        """Seconds that all stages of a replica together sync at least."""
+        replicas, graph = self.setting.num_replicas, self.replayer.graph
+        if replicas == 1:
+            return 0.0
         if self.setting.num_stages == 1:
-            return np.full(first.shape, min(self.replayer.whole_sync_s))
-        num_bytes = self.replayer.graph.trainable_bytes(first, last)
-        times = [all_reduce_times(link, num_bytes, self.setting.num_replicas) for link in self._sync_links]
-        least: Floats = np.minimum.reduce(times)
-        return least
+            return min(self.replayer.whole_sync_s)
+        total = float(graph.trainable_bytes(0, graph.num_layers))
+        return min(
+            2 * (replicas - 1) / replicas * total * _least_rate(link) for link in self.replayer.layout.sync_links
+        )
 
-    def _placed(self, bound: float, line: Line, target_s: float) -> float:
-        """The bounds that depend on a stage's place; `bound` where that is larger, the target where they reach it."""
-        if self._possible(bound, line):
+    def _placed(self, bound: float, lane: Lane) -> float:
+        """The bounds that depend on a stage's place; `bound` where that is larger."""
+        if self._possible(bound, lane):
             return bound
-        if target_s < math.inf and not self._possible(target_s, line):
-            return target_s
-        low, high = bound, 2 * bound
-        while not self._possible(high, line):
-            low, high = high, 2 * high
+        low, high = bound, bound * (1 + 1e-3)
+        while not self._possible(high, lane):
+            low, high = high, high + 4 * (high - low)
         while high - low > PRECISION * low:
             middle = (low + high) / 2
-            if self._possible(middle, line):
+            if self._possible(middle, lane):
                 high = middle
             else:
                 low = middle
         return low
 
-    def _possible(self, bound: float, line: Line) -> bool:
-        """Whether stages that keep the bounds of their places reach the end, by the positions each can start at."""
-        n, p, starts = self.replayer.graph.num_layers, self.setting.num_stages, np.array([0])
+    def _possible(self, bound: float, lane: Lane) -> bool:
+        """Whether stages that keep the bounds of their places reach the end."""
         bound *= 1 + TOLERANCE
-        for s in range(p):
-            ends = self._ends(s, starts, bound, line)
-            if self.limits is not None:
-                ends = np.minimum(ends, self.limits.far(s)[starts])
-            covered = covered_by(starts, ends, n)
-            if s + 1 == p:
-                return bool(covered[n])
-            starts = np.flatnonzero(covered & self.starts[s + 1])
-            if not len(starts):
-                return False
-        return False
+        chain = self._chains[id(lane)]
+        return chain.furthest(self._lines_within(bound, lane), self._synced(bound, lane)) is not None
 
-    def _ends(self, stage: int, starts: Ints, bound: float, line: Line) -> Ints:
-        """How far the stage can go from each start, by its own work and sync; the start itself: nowhere."""
-        costs, m, speed = self.replayer.costs, self.setting.num_microbatches, float(line.speeds[stage])
-        fastest = float(line.speeds[: max(stage, 1)].max())  # of the stages before; nothing is before stage 0
-        before_s = costs.before_s[starts]
-        room = (bound - self._first_sync_s - before_s / fastest - line.hops_s[stage]) / m
-        for forwards, others_s in self._repeats(stage, starts, line):
-            left = bound - self._first_sync_s - others_s
-            room = np.minimum(room, left / forwards if forwards else np.where(left >= 0, np.inf, -1.0))
-        ends: Ints = np.searchsorted(costs.before_s, before_s + room * speed, side="right") - 1
-        ends = np.maximum(ends, starts)
+    @cached_property
+    def _chains(self) -> dict[int, Chain]:
+        return {id(lane): self.chain(lane) for lane in self._lanes}
+
+    def _lines_within(self, bound: float, lane: Lane) -> Lines:
+        """By stage, (a, b): what it does must be done a + b x into the work of all layers when it starts at x."""
+        m, p, speeds = self.setting.num_microbatches, self.setting.num_stages, lane.speeds
+        ones = np.ones(p)
+        found = [(bound * speeds / m, ones)]
+        if self._in_line and p > 1:
+            left = bound - self._first_sync_s
+            before = np.concatenate((speeds[:1], np.maximum.accumulate(speeds)[:-1]))  # the fastest of those before
+            before = np.maximum(before, speeds / m)  # a later start must not end earlier
+            found.append((speeds * (left - lane.hops_s) / m, 1 - speeds / (m * before)))
+            total = float(self.replayer.costs.before_s[-1])
+            way = total / float(speeds.max()) + float(lane.hops_s[-1])
+            if self.setting.schedule == "gpipe":
+                if m > 1:
+                    found.append((speeds * (left - way) / (m - 1), ones))
+            elif m > 1:
+                held = np.minimum(p - np.arange(p), m)
+                after = np.maximum.accumulate(speeds[::-1])[::-1]  # the fastest from here on
+                rest = total / after + lane.hops_s[-1] - lane.hops_s
+                most = (m - 1) // held
+                most -= most * held == m - 1  # at least one backward is left over
+                for j in (np.minimum(1, most), most):
+                    times = np.maximum(m - 1 - j * held, 1)
+                    a = np.where(j > 0, speeds * (left - way - j * rest) / times, math.inf)
+                    b = np.where(j > 0, 1 + speeds * j / (after * times), 0.0)
+                    found.append((a, b))
+        stacked = np.array([np.column_stack(pair) for pair in found]).transpose(1, 0, 2)
+        lines: Lines = stacked.tolist()
+        return lines
+
+    def _synced(self, bound: float, lane: Lane) -> Callable[[int, int, int], int] | None:
+        """How far a stage can go if it is to sync its gradients after its work and be done in time."""
         if self.setting.num_replicas == 1:
-            return ends
-        room = bound - costs.forward_before_s[starts] / fastest
-        low, high = starts, ends  # low is possible (nothing to do); the largest possible end is in [low, high]
-        while (low < high).any():
-            middle = (low + high + 1) // 2
-            sync_s = self._sync_s(starts, np.maximum(middle, starts + 1))
-            good = (costs.before_s[middle] - before_s) * (m / speed) + sync_s <= room
-            low, high = np.where(good, middle, low), np.where(good, high, middle - 1)
-        return low
+            return None
+        costs, m, graph = self.replayer.costs, self.setting.num_microbatches, self.replayer.graph
+        (before, forward), speeds = costs.lists, lane.speeds.tolist()
+        fastest = np.maximum.accumulate(lane.speeds).tolist()
+        links, replicas = list(self.replayer.layout.sync_links), self.setting.num_replicas
+        num_bytes, trainable = graph.trainable_bytes.prefix_list, graph.trainable_bytes
 
-    def _repeats(self, stage: int, starts: Ints, line: Line) -> list[tuple[int, Floats]]:
-        """(k, seconds) of bounds `seconds + k C_s` of the stage from each start: `rounds`, or gpipe's `path`."""
-        costs, m, p = self.replayer.costs, self.setting.num_microbatches, self.setting.num_stages
-        way = np.full(len(starts), float(costs.before_s[-1]) / float(line.speeds.max()) + float(line.hops_s[-1]))
-        if self.setting.schedule == "gpipe":
-            return [(m - 1, way)]
-        held = in_flight("1f1b", stage, p, m)
-        left_s = (costs.before_s[-1] - costs.before_s[starts]) / float(line.speeds[stage:].max())
-        from_here_s = left_s + (line.hops_s[-1] - line.hops_s[stage])
-        most = (m - 1) // held
-        return [(m - 1 - j * held, way + j * from_here_s) for j in dict.fromkeys((1, most)) if 1 <= j <= most]
+        def synced(stage: int, start: int, end: int) -> int:
+            room = bound - forward[start] / fastest[stage]
+
+            def late(last: int) -> bool:
+                own: float = (
+                    num_bytes[last] - num_bytes[start] if num_bytes is not None else float(trainable(start, last))
+                )
+                sync_s = min(link.all_reduce_time(own, replicas) for link in links)
+                return bool((before[last] - before[start]) * m / speeds[stage] + sync_s > room)
+
+            if end == start or not late(end):
+                return end
+            low, high = start, end  # not late, late
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (low, middle) if late(middle) else (middle, high)
+            return low
+
+        return synced
+
+
+def _least_rate(link: Link) -> float:
+    """The least seconds a byte, at any size."""
+    points = [(size, seconds) for size, seconds in zip(link.sizes_bytes, link.seconds, strict=True) if size]
+    (size, seconds), (larger, longer) = list(zip(link.sizes_bytes, link.seconds, strict=True))[-2:]
+    beyond = max(0.0, (longer - seconds) / (larger - size))
+    return min([beyond, *(seconds / size for size, seconds in points)])

@@ -1,20 +1,42 @@
-"""Exact cuts of a chain: the smallest bottleneck, and the least transfer time under any bottleneck."""
+"""Exact cuts of a chain: the smallest bottleneck, and the least transfer time under any bottleneck.
+
+Everything here rests on one property: how far a stage can go from a position never shrinks with a later position, for
+it has fewer layers to carry. So of all splits, the one whose stages each go as far as they can is ahead of every other
+at each boundary, and its mirror image, from the last layer back, is behind every other. One walk of O(p log n) says
+whether there is a split at all; two walks say where each boundary can be, and a table need look nowhere else (Pinar &
+Aykanat 2004, "Fast optimal load balancing algorithms for 1D partitioning").
+"""
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from partitioner.solver.limits import Flags, Floats, Ints, Limits
+from partitioner.solver.limits import Floats, Ints, Limits
+from partitioner.solver.starts import Starts
 
 TOLERANCE = 1e-12
 """Relative; sums of floats in another order differ by less."""
+NEAR = 1e-9
+"""Relative; a bottleneck this far below one that was found is tried before it is called the smallest."""
+MOST_PAIRS = 2**16
+"""Starts x ends of a stage that are looked at one by one; beyond, the least start is found by sliding a window."""
+MOST_TABLES = 12
+"""Splits that `best_split` works out where a chain is long."""
+LONG = 50_000
+"""Layers x stages of a long chain."""
+
+Line = tuple[float, float]
+"""(a, b): a stage that starts after x seconds of work must end before a + b x."""
+Lines = Sequence[Sequence[Line]]
+"""By stage, all of them hold; b >= 0, so that a later start never ends earlier."""
 
 
 class Split(NamedTuple):
@@ -33,12 +55,13 @@ class Chain:
     """[n + 1] seconds of the layers before each position, forward and backward of one micro-batch, at speed 1."""
     speeds: tuple[float, ...]
     """[p] speed of each stage's device."""
-    starts: Flags
-    """[p, n + 1] whether boundary s may be at a position."""
-    hops_s: Floats
-    """[p, n + 1] seconds of one micro-batch's transfer into stage s, there and back, when it begins at a position."""
+    starts: Starts
+    hops_s: Sequence[Floats]
+    """[p][n + 1] seconds of one micro-batch's transfer into stage s, there and back, when it begins at a position."""
     limits: Limits | None = None
     """What fits each stage's memory; None: everything."""
+    again_s: Floats | None = None
+    """[n + 1] as `prefix_s`, the seconds more of stages that recompute; None: none may. They fit `limits.lean`."""
 
     @property
     def num_layers(self) -> int:
@@ -48,206 +71,286 @@ class Chain:
     def num_stages(self) -> int:
         return len(self.speeds)
 
-    def stage_s(self, cuts: tuple[int, ...]) -> list[float]:
+    def free(self) -> Chain:
+        """Without memory."""
+        return replace(self, limits=None, again_s=None)
+
+    def stage_s(self, cuts: tuple[int, ...]) -> Floats:
         """Seconds of one micro-batch on each stage."""
-        at = [float(self.prefix_s[k]) for k in (0, *cuts, self.num_layers)]
-        return [(at[s + 1] - at[s]) / speed for s, speed in enumerate(self.speeds)]
+        edges = np.array((0, *cuts, self.num_layers))
+        seconds = np.diff(self.prefix_s[edges])
+        if self.limits is not None and self.again_s is not None:
+            full = ~self.limits.fits(np.arange(self.num_stages), edges[:-1], edges[1:])
+            seconds = seconds + np.diff(self.again_s[edges]) * full
+        stages_s: Floats = seconds / np.array(self.speeds)
+        return stages_s
 
     def split(self, cuts: tuple[int, ...]) -> Split:
         seconds = self.stage_s(cuts)
-        return Split(cuts, sum(seconds) + sum(float(self.hops_s[s + 1, k]) for s, k in enumerate(cuts)), max(seconds))
+        hops_s = sum(float(self.hops_s[s + 1][k]) for s, k in enumerate(cuts))
+        return Split(cuts, float(seconds.sum()) + hops_s, float(seconds.max()))
+
+    def fit(self, cuts: tuple[int, ...]) -> bool:
+        """Whether every stage fits its memory, recomputing where it must."""
+        if self.limits is None:
+            return True
+        edges, stages = np.array((0, *cuts, self.num_layers)), np.arange(self.num_stages)
+        fits = self.limits.fits(stages, edges[:-1], edges[1:])
+        if self.again_s is not None and self.limits.lean is not None:
+            fits = fits | self.limits.lean.fits(stages, edges[:-1], edges[1:])
+        return bool(fits.all())
+
+    def within(self, bottleneck: float) -> Lines:
+        """Stages of at most so many seconds."""
+        each = {speed: ((bottleneck * speed, 1.0),) for speed in set(self.speeds)}
+        return [each[speed] for speed in self.speeds]
+
+    @cached_property
+    def seconds(self) -> tuple[list[float], list[float]]:
+        """`prefix_s`, and the same when all is recomputed."""
+        again = self.prefix_s if self.again_s is None else self.prefix_s + self.again_s
+        return self.prefix_s.tolist(), again.tolist()
+
+    def furthest(
+        self, lines: Lines, also: Callable[[int, int, int], int] | None = None, *, memory: bool = True
+    ) -> list[int] | None:
+        """[p + 1] the last that each boundary can be at; None: the end is out of reach.
+
+        also: (stage, start, end) -> the largest end up to there that something else allows. Stages may come out empty
+        where a device is too slow or too full for any layer: then it is a relaxation, elsewhere a split. O(p log n).
+        """
+        prefix, again = self.seconds
+        starts, limits, n = self.starts, self.limits if memory else None, self.num_layers
+        lean = limits.lean if limits is not None and self.again_s is not None else None
+        floor, low, high, last = starts.floor, starts.low, starts.high, self.num_stages - 1
+        at, edges = 0, [0]
+        for s in range(self.num_stages):
+            x, y = prefix[at], math.inf
+            for a, b in lines[s]:
+                y = min(y, a + b * x)
+            room = y - x + TOLERANCE * abs(y)
+            end = max(at, bisect_right(prefix, x + room) - 1)
+            if also is not None:
+                end = also(s, at, end)
+            if limits is not None:
+                reach = limits.furthest(s, at, end)
+                if lean is not None and reach < end:
+                    slow = max(at, bisect_right(again, again[at] + room) - 1)
+                    reach = max(reach, lean.furthest(s, at, min(slow, end)))
+                end = reach
+            if s == last:
+                return [*edges, n] if end >= n else None
+            at = floor[min(end, high[s + 1])]
+            if at < low[s + 1]:
+                return None
+            edges.append(at)
+        return None
+
+    def earliest(self, lines: Lines) -> list[int] | None:
+        """[p + 1] the first that each boundary can be at, by what `lines` with b = 1 and memory leave room for."""
+        prefix, again = self.seconds
+        starts, limits, at = self.starts, self.limits, self.num_layers
+        lean = limits.lean if limits is not None and self.again_s is not None else None
+        ceiling, low, high = starts.ceiling, starts.low, starts.high
+        edges = [at]
+        for s in range(self.num_stages - 1, 0, -1):
+            room = min((a for a, b in lines[s] if b == 1.0), default=math.inf)
+            room += TOLERANCE * prefix[at]
+            start = min(at, bisect_left(prefix, prefix[at] - room))
+            if limits is not None:
+                reach = limits.nearest(s, start, at)
+                if lean is not None and reach > start:
+                    slow = min(at, bisect_left(again, again[at] - room))
+                    reach = min(reach, lean.nearest(s, max(slow, start), at))
+                start = reach
+            at = ceiling[max(start, low[s])]
+            if at > high[s]:
+                return None
+            edges.append(at)
+        edges.append(0)
+        return edges[::-1]
 
 
-def start_flags(
-    num_layers: int, num_stages: int, allowed: tuple[int, ...], pins: dict[int, int] | None = None
-) -> Flags | None:
-    """[p, n + 1] where each boundary may be, so that every stage can have a layer; None: there is no such split.
+def smallest_bottleneck(chain: Chain, *, precision: float = TOLERANCE) -> float:
+    """The smallest seconds of the slowest stage over all splits that leave room in memory (`Limits.roomy`).
 
-    pins: position -> stage. Boundary s lies after every layer pinned before stage s, and not after one pinned to s or
-    later.
-
-    >>> start_flags(4, 2, (1, 3)).astype(int).tolist()
-    [[1, 0, 0, 0, 0], [0, 1, 0, 1, 0]]
+    T is bisected, with a walk each time. Where a walk leaves a stage empty (devices of unequal speed or memory), all
+    positions that a stage can start at are followed instead: O(p n). inf where there is no room for any split;
+    otherwise at most `precision` below the smallest.
     """
-    flags = np.zeros((num_stages, num_layers + 1), dtype=np.bool_)
-    flags[0, 0] = True
-    flags[1:, list(allowed)] = True
-    for position, stage in (pins or {}).items():
-        flags[: stage + 1, position + 1 :] = False
-        flags[stage + 1 :, : position + 1] = False
-    for s in range(1, num_stages):  # after a possible boundary before it
-        first = int(np.argmax(flags[s - 1]))
-        flags[s, : first + 1] = False
-        if not flags[s].any():
-            return None
-    for s in range(num_stages - 2, 0, -1):
-        last = num_layers - int(np.argmax(flags[s + 1, ::-1]))
-        flags[s, last:] = False
-        if not flags[s].any():
-            return None
-    return flags if flags[0, 0] else None
-
-
-def smallest_bottleneck(chain: Chain) -> float:
-    """The smallest seconds of the slowest stage over all splits that `starts` allows and that leave room in memory.
-
-    T is bisected. With equal speeds and memory to spare, a later start is never worse for the stages that follow, so T
-    is possible exactly when stages that each take all that fits within T reach the end: O(p log n). Elsewhere (a late
-    start can leave a layer to a device too slow or too full for it) all positions that a stage can start at are
-    followed: O(p n). inf where there is no room for any split.
-    """
-    prefix: list[float] = chain.prefix_s.tolist()
-    simple = len(set(chain.speeds)) == 1 and chain.limits is None
-    attained = _by_longest(chain, prefix) if simple else _by_reach(chain)
-    largest_layer = max(b - a for a, b in pairwise(prefix))
-    low = max(prefix[-1] / sum(chain.speeds), largest_layer / max(chain.speeds))
-    high = prefix[-1] / min(chain.speeds)
-    if chain.limits is not None:
-        if attained(high) is None:
-            return math.inf
-        low = smallest_bottleneck(replace(chain, limits=None))
-    if (found := attained(low)) is not None:
+    prefix, total = chain.seconds[0], float(chain.prefix_s[-1])
+    spaced = np.array((0, *chain.starts.possible.tolist(), chain.num_layers))
+    largest_piece = float(np.diff(chain.prefix_s[spaced]).max())
+    low = max(total / sum(chain.speeds), largest_piece / max(chain.speeds))
+    high = (total + (0.0 if chain.again_s is None else float(chain.again_s[-1]))) / min(chain.speeds)
+    if (found := _attained(chain, prefix, high)) is None:
+        return math.inf
+    high = min(high, found)
+    if (found := _attained(chain, prefix, low)) is not None:
         return found
-    while high - low > TOLERANCE * high:
-        middle = (low + high) / 2
+    halve = True
+    while high - low > precision * high:
+        just_below = high * (1 - NEAR)
+        middle = (low + high) / 2 if halve or just_below <= low else just_below
         if not low < middle < high:
             break
-        if (found := attained(middle)) is None:
-            low = middle
+        if (found := _attained(chain, prefix, middle)) is None:
+            low, halve = middle, high - low > 1e-4 * high
         else:
-            high = min(found, middle)
-    return high
+            high, halve = min(found, middle), True
+    return high if precision <= TOLERANCE else low
 
 
 def has_room(chain: Chain) -> bool:
     """Whether some split leaves room on every stage, whatever its time: necessary for one to fit."""
-    return _by_reach(chain)(math.inf) is not None
+    return _attained(chain, chain.seconds[0], math.inf) is not None
 
 
-def _by_longest(chain: Chain, prefix: list[float]) -> Callable[[float], float | None]:
-    """The bottleneck of the split that fills each stage up to T; None: it does not reach the end."""
-    before = [np.maximum.accumulate(np.where(row, np.arange(len(row)), -1)).tolist() for row in chain.starts]
-    n, speed = chain.num_layers, chain.speeds[0]
-
-    def attained(bottleneck: float) -> float | None:
-        at, worst, work = 0, 0.0, bottleneck * speed * (1 + TOLERANCE)
-        for boundary in range(1, chain.num_stages):
-            reach = before[boundary][bisect_right(prefix, prefix[at] + work) - 1]
-            if reach <= at:
-                return None
-            worst, at = max(worst, (prefix[reach] - prefix[at]) / speed), reach
-        worst = max(worst, (prefix[n] - prefix[at]) / speed)
-        return worst if worst <= bottleneck * (1 + TOLERANCE) else None
-
-    return attained
-
-
-def _by_reach(chain: Chain) -> Callable[[float], float | None]:
-    """T itself where some split keeps within it, by the set of positions where each stage can start."""
-    n = chain.num_layers
-
-    def attained(bottleneck: float) -> float | None:
-        starts = np.array([0])
-        for s, speed in enumerate(chain.speeds):
-            work = bottleneck * speed * (1 + TOLERANCE)
-            ends = np.searchsorted(chain.prefix_s, chain.prefix_s[starts] + work, side="right") - 1
-            if chain.limits is not None:
-                ends = np.minimum(ends, chain.limits.far(s)[starts])
-            covered = covered_by(starts, ends, n)
-            if s + 1 == chain.num_stages:
-                return bottleneck if covered[n] else None
-            starts = np.flatnonzero(covered & chain.starts[s + 1])
-            if not len(starts):
-                return None
+def _attained(chain: Chain, prefix: list[float], bottleneck: float) -> float | None:
+    """The bottleneck of a split that keeps within T; None: there is none."""
+    edges = chain.furthest(chain.within(bottleneck))
+    if edges is None:
         return None
-
-    return attained
-
-
-def covered_by(starts: Ints, ends: Ints, n: int) -> Flags:
-    """[n + 1] whether a position is in (start, end] of some pair; ends are not before their starts."""
-    change = np.bincount(starts + 1, minlength=n + 2) - np.bincount(ends + 1, minlength=n + 2)
-    covered: Flags = np.cumsum(change)[: n + 1] > 0
-    return covered
+    if all(a < b for a, b in pairwise(edges)):
+        if chain.limits is not None and chain.again_s is not None:
+            return bottleneck
+        return max((prefix[b] - prefix[a]) / v for (a, b), v in zip(pairwise(edges), chain.speeds, strict=True))
+    return bottleneck if _followed(chain, bottleneck) else None
 
 
-def cheapest_split(
-    chain: Chain, bottleneck: float = float("inf"), windows: Sequence[Ints] | None = None
-) -> Split | None:
+def _followed(chain: Chain, bottleneck: float) -> bool:
+    """Whether some split keeps within T, by the set of positions where each stage can start."""
+    starts, n = np.array([0]), chain.num_layers
+    for s, speed in enumerate(chain.speeds):
+        ends = _ends(chain, s, starts, ((bottleneck * speed, 1.0),))
+        change = np.bincount(starts + 1, minlength=n + 2) - np.bincount(ends + 1, minlength=n + 2)
+        covered = np.cumsum(change)[: n + 1] > 0  # in (start, end] of some pair
+        if s + 1 == chain.num_stages:
+            return bool(covered[n])
+        following = chain.starts.positions(s + 1)
+        starts = following[covered[following]]
+        if not len(starts):
+            return False
+    return False
+
+
+def _ends(chain: Chain, stage: int, starts: Ints, lines: Sequence[Line]) -> Ints:
+    """[starts] how far the stage can go from each, by lines and room; the start itself: nowhere."""
+    prefix = chain.prefix_s
+    x = prefix[starts]
+    y = np.min([a + b * x for a, b in lines], axis=0)
+    y = y + TOLERANCE * np.abs(y)
+    ends: Ints = np.maximum(np.searchsorted(prefix, y, side="right") - 1, starts)
+    limits = chain.limits
+    if limits is None:
+        return ends
+    reach: Ints = limits.far(stage, starts, ends)
+    if chain.again_s is not None and limits.lean is not None:
+        again = prefix + chain.again_s
+        slow = np.searchsorted(again, again[starts] + (y - x), side="right") - 1
+        reach = np.maximum(reach, limits.lean.far(stage, starts, np.maximum(np.minimum(slow, ends), starts)))
+    return reach
+
+
+def cheapest_split(chain: Chain, bottleneck: float = math.inf, lines: Lines | None = None) -> Split | None:
     """The split with the least sum_s whose stages take at most `bottleneck` each and fit their memory; None: none does.
-
-    windows: by stage, for each end the smallest start to consider.
 
         best[s + 1][j] = hop(s + 1, j) + min over i of best[s][i] + seconds(s, i, j),
                          seconds(s, i, j) <= bottleneck, fits(s, i, j)
 
-    Seconds are differences of prefix sums, so the minimum is one over a sliding window: O(p n log n). Memory narrows
-    the window where it is monotone (`roomy`); where the split so found does not fit (`fits` is not monotone: what
-    crosses a cut can be wide or narrow), the DP is run again over every pair of the windows, O(p n w) for width w.
+    lines: what else each stage keeps to. Boundaries are looked at where two walks say that they can be, w positions
+    each. Seconds are differences of prefix sums, so without memory the minimum is one over a sliding window: O(w log w)
+    a stage. Memory narrows the window where it is monotone (`roomy`); where the split so found does not fit (`fits` is
+    not monotone: what crosses a cut can be wide or narrow), every pair of the windows is looked at, O(w^2) a stage, as
+    it is from the start where that is little.
     """
-    split = _shortest(chain, bottleneck, windows)
-    if split is None or chain.limits is None or _all_fit(chain, split.cuts):
-        return split
-    split = _shortest(chain, bottleneck, windows, memory="windows")
-    if split is None or _all_fit(chain, split.cuts):
-        return split
-    return _shortest(chain, bottleneck, windows, memory="pairs")
-
-
-def _all_fit(chain: Chain, cuts: tuple[int, ...]) -> bool:
-    edges = np.array((0, *cuts, chain.num_layers))
-    assert chain.limits is not None
-    return bool(chain.limits.fits(np.arange(chain.num_stages), edges[:-1], edges[1:]).all())
-
-
-def _shortest(
-    chain: Chain,
-    bottleneck: float,
-    windows: Sequence[Ints] | None,
-    memory: Literal["ignored", "windows", "pairs"] = "ignored",
-) -> Split | None:
-    n, p = chain.num_layers, chain.num_stages
-    limits = chain.limits if memory != "ignored" else None
-    ends = np.arange(n + 1)
-    best = np.where(ends == 0, 0.0, np.inf)
-    history: list[tuple[Floats, Ints]] = []
-    for s, speed in enumerate(chain.speeds):
-        least = chain.prefix_s - bottleneck * speed * (1 + TOLERANCE)
-        lows = np.searchsorted(chain.prefix_s, least, side="left")
-        if windows is not None:
-            lows = np.maximum(lows, windows[s])
-        if limits is not None:
-            lows = np.maximum(lows, limits.near(s))
-        base = best - chain.prefix_s / speed
-        base[~chain.starts[s]] = np.inf
-        history.append((base, lows))
-        if limits is None or memory == "windows":
-            minimum = _window_minimum(base, lows)
-        else:
-            minimum = _band_minimum(base, lows, limits.band(s))
-        best = minimum + chain.prefix_s / speed
-        if s + 1 < p:
-            best = np.where(chain.starts[s + 1], best + chain.hops_s[s + 1], np.inf)
-    if not np.isfinite(best[n]):
+    every = chain.within(bottleneck)
+    if lines is not None:
+        every = [(*own, *more) for own, more in zip(every, lines, strict=True)]
+    last = chain.furthest(every)
+    first = chain.earliest(every)
+    if last is None or first is None:
         return None
-    cuts, j = [], n
-    for s in range(p - 1, -1, -1):
-        base, lows = history[s]
-        window = base[lows[j] : j]
-        if limits is not None and memory == "pairs":
-            window = np.where(limits.band(s)[j, -len(window) :], window, np.inf)
-        j = int(lows[j] + np.argmin(window))
-        cuts.append(j)
-    return chain.split(tuple(reversed(cuts[:-1])))
+    places = [chain.starts.positions(s, first[s], last[s]) for s in range(chain.num_stages + 1)]
+    if not all(map(len, places)):
+        return None
+    cuts = _shortest(chain, every, places, pairs=False)
+    if cuts is not None and not chain.fit(cuts):
+        cuts = _shortest(chain, every, places, pairs=True)
+    return None if cuts is None else chain.split(cuts)
 
 
-def _window_minimum(values: Floats, lows: Ints) -> Floats:
-    """[n + 1] min of values[lows[j]:j], inf where empty: a sparse table, two overlapping powers of two a window."""
-    ends = np.arange(len(values))
-    lengths = ends - lows
+def _shortest(chain: Chain, lines: Lines, places: list[Ints], *, pairs: bool) -> tuple[int, ...] | None:
+    """Cuts of the least sum_s within the places. pairs: every start and end is held against memory."""
+    prefix, best = chain.prefix_s, np.zeros(1)
+    history: list[Callable[[int], int]] = []
+    for s, speed in enumerate(chain.speeds):
+        starts, ends = places[s], places[s + 1]
+        base = best - prefix[starts] / speed
+        reach = np.maximum.accumulate(_ends(chain, s, starts, lines[s]))
+        low, high = np.searchsorted(reach, ends, side="left"), np.searchsorted(starts, ends, side="left")
+        looked_at = chain.limits is not None and (pairs or len(starts) * len(ends) <= MOST_PAIRS)
+        if looked_at:
+            least, source = _over_pairs(chain, s, base, starts, ends, lines[s])
+            history.append(source.item)
+        else:
+            least = _window_minimum(base, low, high)
+            history.append(_Window(base, low, high).source)
+        best = least + prefix[ends] / speed
+        if s + 1 < chain.num_stages:
+            best = best + chain.hops_s[s + 1][ends]
+    if not math.isfinite(best[0]):
+        return None
+    cuts, j = [], 0
+    for s in range(chain.num_stages - 1, 0, -1):
+        j = int(history[s](j))
+        cuts.append(int(places[s][j]))
+    return tuple(reversed(cuts))
+
+
+class _Window(NamedTuple):
+    """Where each window's least value is, found again for the few that are asked for."""
+
+    base: Floats
+    low: Ints
+    high: Ints
+
+    def source(self, end: int) -> int:
+        return int(self.low[end] + np.argmin(self.base[self.low[end] : self.high[end]]))
+
+
+def _over_pairs(
+    chain: Chain, stage: int, base: Floats, starts: Ints, ends: Ints, lines: Sequence[Line]
+) -> tuple[Floats, Ints]:
+    """[ends] the least of base over the starts from which the stage fits and keeps its lines, and which one that is."""
+    least, source = np.full(len(ends), np.inf), np.zeros(len(ends), dtype=np.int64)
+    rows = max(1, 500_000 // len(starts))
+    prefix, limits, x = chain.prefix_s, chain.limits, chain.prefix_s[starts]
+    assert limits is not None
+    y = np.min([a + b * x for a, b in lines], axis=0)
+    room = y - x + TOLERANCE * np.abs(y)
+    speed, again = chain.speeds[stage], chain.again_s
+    for k in range(0, len(ends), rows):
+        some = ends[k : k + rows, None]
+        allowed = (starts < some) & (prefix[some] - x <= room)
+        first, last = np.where(allowed, starts, 0), np.where(allowed, some, chain.num_layers)
+        fits = limits.fits(stage, first, last)
+        value = np.where(allowed & fits, base, np.inf)
+        if again is not None and limits.lean is not None:
+            more = again[last] - again[first]
+            lean = limits.lean.fits(stage, first, last) & (prefix[some] - x + more <= room)
+            value = np.where(allowed & ~fits & lean, base + more / speed, value)
+        source[k : k + rows] = value.argmin(axis=1)
+        least[k : k + rows] = value[np.arange(len(some)), source[k : k + rows]]
+    return least, source
+
+
+def _window_minimum(values: Floats, low: Ints, high: Ints) -> Floats:
+    """min of values[low:high] for each pair, inf where empty: a sparse table, two powers of two cover a window."""
+    lengths = high - low
     longest = int(lengths.max(initial=0))
     if longest <= 0:
-        return np.full(len(values), np.inf)
+        return np.full(len(low), np.inf)
     levels = np.maximum(np.frexp(np.maximum(lengths, 1).astype(float))[1] - 1, 0)
     tables = [values]
     for level in range(int(levels.max())):
@@ -255,43 +358,49 @@ def _window_minimum(values: Floats, lows: Ints) -> Floats:
         np.minimum(table[:-half], table[half:], out=table[:-half])
         tables.append(table)
     stacked = np.stack(tables)
-    safe = np.where(lengths > 0, lows, 0)
-    second = np.maximum(ends - (1 << levels), 0)
+    safe = np.where(lengths > 0, low, 0)
+    second = np.maximum(high - (1 << levels), 0)
     return np.where(lengths > 0, np.minimum(stacked[levels, safe], stacked[levels, second]), np.inf)
-
-
-def _band_minimum(values: Floats, lows: Ints, band: Flags) -> Floats:
-    """[n + 1] min of values[i] over lows[j] <= i < j where band[j] says that [i, j) fits."""
-    ends, (_, width) = np.arange(len(values)), band.shape
-    width = min(width, max(1, int((ends - lows).max())))
-    padded = np.concatenate((np.full(width, np.inf), values))
-    windows = np.lib.stride_tricks.sliding_window_view(padded, width)[: len(values)]  # values[j - width : j]
-    inside = np.arange(width) >= (width - (ends - lows))[:, None]
-    minimum: Floats = np.where(inside & band[:, -width:], windows, np.inf).min(axis=1)
-    return minimum
 
 
 def best_split(chain: Chain, weight: float, tolerance: float = 0.0) -> tuple[Split, ...]:
     """Splits on the way to the least  sum_s + weight * bottleneck_s,  the best one first; empty: none fits.
 
     sum_s never grows with the bottleneck allowed, so a range (low, high] of bottlenecks cannot beat
-    sum_s(high) + weight * low; ranges are halved, most promising first, until none can beat the best by more than
-    `tolerance`, relative. 0 is exact.
+    sum_s(high) + weight * low, and a bottleneck that is larger by more than hops could save cannot either. Ranges are
+    halved, most promising first, until none can beat the best by more than `tolerance`, relative. 0 is exact, where the
+    chain is not long.
     """
-    widest = cheapest_split(chain)
-    if widest is None:
+    low = smallest_bottleneck(chain)
+    if low == math.inf:
         return ()
-    found = {widest.cuts: widest}
+    found: dict[tuple[int, ...], Split] = {}
 
     def value(split: Split) -> float:
         return split.sum_s + weight * split.bottleneck_s
 
-    low = smallest_bottleneck(replace(chain, limits=None))
-    if (tightest := cheapest_split(chain, low)) is not None:
-        found[tightest.cuts] = tightest
+    for more in (1.0, 1.001, 1.02, 1.5, math.inf):
+        if (tightest := cheapest_split(chain, low * more)) is not None:
+            found[tightest.cuts] = tightest
+            break
+    else:
+        return ()
+    best = tightest
+    least_sum_s = float(chain.prefix_s[-1]) / max(chain.speeds) + sum(
+        float(chain.hops_s[s][chain.starts.positions(s)].min()) for s in range(1, chain.num_stages)
+    )
+    widest_s = (value(best) - least_sum_s) / weight if weight > 0 else math.inf
+    if widest_s <= low * (1 + TOLERANCE) or value(best) - (least_sum_s + weight * low) <= tolerance * value(best):
+        return (best,)
+    widest = cheapest_split(chain, widest_s)
+    if widest is None:
+        return (best,)
+    found[widest.cuts] = widest
     ranges = [(widest.sum_s + weight * low, low, widest)]
     best = min(found.values(), key=value)
-    while ranges:
+    left = MOST_TABLES if chain.num_layers * chain.num_stages > LONG else math.inf
+    while ranges and left > 0:
+        left -= 1
         ranges.sort(key=lambda item: (-item[0], item[1]))
         bound, low, upper = ranges.pop()
         if bound >= value(best) * (1 - tolerance) - TOLERANCE * abs(value(best)):
@@ -300,7 +409,7 @@ def best_split(chain: Chain, weight: float, tolerance: float = 0.0) -> tuple[Spl
         if not low < middle < upper.bottleneck_s * (1 - TOLERANCE):
             continue
         split = cheapest_split(chain, middle)
-        if split is None:
+        if split is None or split.bottleneck_s >= upper.bottleneck_s:
             ranges.append((upper.sum_s + weight * middle, middle, upper))
             continue
         found[split.cuts] = split

@@ -2,177 +2,371 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-from typing import Any
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.graph import CostGraph
+from partitioner.schedule import schedule_table
+from partitioner.clock import Replica, StageCost, Transfer, run_clock
 from partitioner.simulator import replica_sync_s
+from partitioner.solver.layout import Layout, Site
 from partitioner.solver.settings import Setting
-from partitioner.specs import Cluster, Link
+from partitioner.specs import Cluster, Link, Training
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+MOST_CELLS = 4_000_000
+"""Rows x stages x micro-batches that are replayed in one go: some 100 MB."""
+SAME = 1e-12
+"""Relative; rounds of a schedule whose lengths differ by less are alike."""
+
+
+class Messages(NamedTuple):
+    """What goes from one stage to a later one and comes back, by row."""
+
+    source: int
+    target: int
+    sent: Flags
+    there: Floats
+    """Bytes of a micro-batch."""
+    back: Floats
 
 
 class Replayer:
     """Step + optimizer seconds of splits under one setting, many in one pass; the same figures as `predict`'s.
 
-    Splits are rows of cuts, [rows, p - 1]. Time slots replace the simulator's walk: in the grid of a schedule with unit
-    actions every stage does at most one thing a slot and needs only earlier slots, so a slot is one numpy step over
-    all rows and stages: O(m + p) steps.
+    Splits are rows of cuts, [rows, p - 1].
+
+    gpipe needs no clock. Stages and wires are machines that all micro-batches pass in the same order, each takes the
+    same time for every one of them, and nothing waits for room: the last micro-batch is done at
+
+        max over ways to the stage of   sum of seconds on the way + (m - 1) largest seconds on the way
+
+    (a permutation flow shop of equal jobs: Pinedo, "Scheduling", 6.1), forward and then backward. 1f1b is walked in
+    time slots: in its grid with unit actions every stage does at most one thing a slot and needs only earlier slots, so
+    a slot is one numpy step over all rows and stages. Once a round (a forward and a backward of every stage) is the
+    round before it, later by the same time for all stages, so are all rounds to come until the first stage runs out of
+    forwards, and a step with more micro-batches is longer by so many rounds.
     """
 
-    def __init__(self, graph: CostGraph, cluster: Cluster, setting: Setting) -> None:
+    def __init__(
+        self,
+        graph: CostGraph,
+        cluster: Cluster,
+        setting: Setting,
+        layout: Layout | None = None,
+        *,
+        recompute: bool = False,
+    ) -> None:
+        """recompute: every stage runs its forwards twice, and `costs` say so."""
         self.graph, self.cluster, self.setting = graph, cluster, setting
+        self.layout = layout or Layout(Site(cluster, Training(batch_size=1)), setting.ranks)
         self.costs = graph.at(setting.samples)
-        by_replica = list(zip(*setting.ranks, strict=True))
-        alike: dict[Any, tuple[int, ...]] = {}
-        for ranks in by_replica:
-            speeds = tuple(cluster.devices[rank].relative_speed for rank in ranks)
-            nodes = [cluster.nodes[rank] for rank in ranks]
-            together = tuple(nodes.index(node) for node in nodes)  # alike where the same stages share nodes
-            alike.setdefault((speeds, together), ranks)
-        self.replicas = tuple(alike.values())
-        """Ranks by stage, one for all replicas that take the same time."""
+        self.recompute = recompute
+        if recompute:
+            self.costs = graph.recomputed_at(setting.samples)
+        self.places = np.array(setting.places)
+        self.speeds: Floats = self.layout.speeds[:, self.places]
+        """[lines, p] by stage."""
 
-    @cached_property
-    def _slots(self) -> list[tuple[Ints, Ints, Ints]]:
-        """(stages, kinds, micro-batches) of each slot; kind 0 is forward, 1 backward."""
+    @property
+    def work(self) -> int:
+        """Cells of a row: how long one split takes to replay, in units of some 10 ns."""
         p, m = self.setting.num_stages, self.setting.num_microbatches
-        stage, k = np.meshgrid(np.arange(p), np.arange(m), indexing="ij")
         if self.setting.schedule == "gpipe":
-            forward, backward = stage + k, m + 2 * p - 2 - stage + k
-        else:
-            forward = np.where(k < p - stage, stage + k, stage + 2 * k)
-            backward = 2 * p - 1 - stage + 2 * k
-        slot = np.concatenate((forward.ravel(), backward.ravel()))
-        order = np.argsort(slot, kind="stable")
-        stages, ks = np.tile(stage.ravel(), 2)[order], np.tile(k.ravel(), 2)[order]
-        kinds = np.repeat([0, 1], p * m)[order]
-        ends = np.flatnonzero(np.diff(slot[order])) + 1
-        return list(zip(np.split(stages, ends), np.split(kinds, ends), np.split(ks, ends), strict=True))
+            return 20 * p * self.layout.num_lines
+        return 2 * p * min(m, 3 * p + 16) * self.layout.num_lines
 
-    def total_s(self, cuts: NDArray[np.int64]) -> Floats:
-        """[rows] step + optimizer seconds of each split."""
-        p, m = self.setting.num_stages, self.setting.num_microbatches
-        rows = max(1, 8_000_000 // (2 * p * m * len(self.replicas)))
-        if len(cuts) > rows:
-            return np.concatenate([self.total_s(cuts[k : k + rows]) for k in range(0, len(cuts), rows)])
-        edges = np.column_stack((np.zeros(len(cuts), int), cuts, np.full(len(cuts), self.graph.num_layers)))
+    def total_s(self, cuts: Ints, recompute: Flags | None = None) -> Floats:
+        """[rows] step + optimizer seconds of each split. recompute: [rows, p] stages that run their forwards twice."""
+        setting, costs, graph = self.setting, self.costs, self.graph
+        rows = max(1, MOST_CELLS // (2 * setting.num_stages * setting.num_microbatches))
+        if setting.schedule == "1f1b" and len(cuts) > rows:
+            return np.concatenate(
+                [
+                    self.total_s(cuts[k : k + rows], None if recompute is None else recompute[k : k + rows])
+                    for k in range(0, len(cuts), rows)
+                ]
+            )
+        edges = np.column_stack((np.zeros(len(cuts), int), cuts, np.full(len(cuts), graph.num_layers)))
         first, last = edges[:, :-1], edges[:, 1:]
-        elements = float(self.graph.trainable_elements(0, self.graph.num_layers))
-        part = self.graph.trainable_elements(first, last) / elements if elements else np.zeros(first.shape)
+        elements = float(graph.trainable_elements(0, graph.num_layers))
+        part = graph.trainable_elements(first, last) / elements if elements else np.zeros(first.shape)
+        forward = costs.forward_before_s[last] - costs.forward_before_s[first]
+        backward = costs.before_s[last] - costs.before_s[first] - forward
+        again = np.zeros(forward.shape) if recompute is None else forward * recompute
+        if self.recompute:
+            again = forward
+        else:
+            backward = backward + again
+        forward = forward + graph.slicing_s(setting.num_stages)
+        moved = self._moved(edges)
         ends, optimizer_s = [], np.zeros(len(cuts))
-        for ranks in self.replicas:
-            speed = np.array([self.cluster.devices[rank].relative_speed for rank in ranks])
-            total = (self.costs.before_s[last] - self.costs.before_s[first]) / speed
-            forward = (self.costs.forward_before_s[last] - self.costs.forward_before_s[first]) / speed
-            slicing = self.graph.slicing_s(p) / speed[:, None]
-            seconds = np.stack((forward.T + slicing, (total - forward).T))
-            ends.append(self._clock(seconds, self._outgoing(edges, ranks)))
-            optimizer_s = np.maximum(optimizer_s, (part / speed).max(axis=1) * self.graph.profile.optimizer_s)
+        for line, speed in enumerate(self.speeds):
+            wires = [(one, self._wire_s(one, line)) for one in moved]
+            if setting.schedule == "gpipe" and setting.stages_per_rank == 1:
+                ends.append(self._flow(forward / speed, backward / speed, wires))
+            elif setting.schedule == "1f1b":
+                ends.append(self._clock(forward / speed, backward / speed, wires))
+            else:
+                ends.append(self._walked(edges, forward / speed, backward / speed, again / speed, speed, wires))
+            per_place = np.zeros((len(cuts), setting.num_places))
+            np.add.at(per_place.T, self.places, (part / speed).T)
+            optimizer_s = np.maximum(optimizer_s, per_place.max(axis=1) * graph.profile.optimizer_s)
         step_s: Floats = (np.max(ends, axis=0) + self._sync_s(edges)).max(axis=1)
         return step_s + optimizer_s
 
-    def _clock(self, seconds: Floats, outgoing: list[tuple[Ints, Floats]]) -> Floats:
-        """[rows, p] when each stage of one replica ends.
+    def _wire_s(self, one: Messages, line: int) -> tuple[Floats, Floats]:
+        """Seconds of the messages there and back; -inf where nothing is sent, so that nothing waits for it."""
+        source, target = int(self.places[one.source]), int(self.places[one.target])
+        if source == target:
+            return np.zeros(len(one.sent)), np.zeros(len(one.sent))
+        link = self.layout.link(line, source, target)
+        there, back = link_times(link, one.there), link_times(link, one.back)
+        return np.where(one.sent, there, -np.inf), np.where(one.sent, back, -np.inf)
 
-            end = max(stage free, arrived) + seconds;   arrives = max(end, wire free) + wire seconds
+    def _flow(self, forward: Floats, backward: Floats, wires: list[tuple[Messages, tuple[Floats, Floats]]]) -> Floats:
+        """gpipe: [rows, p]. first: when the first micro-batch is done; ends: when the last one is."""
+        rows, p = forward.shape
+        more = self.setting.num_microbatches - 1
 
-        seconds: [2, p, rows] of a forward and a backward. outgoing: messages that a stage sends after a forward or a
-        backward, first ones, second ones...: (target [2, p], -1 for none; seconds on the wire [2, p, rows]).
-        """
-        _, p, rows = seconds.shape
-        arrived = np.full((2, p, self.setting.num_microbatches, rows), -np.inf)
-        free = np.zeros((p, rows))
-        wires = [np.zeros((2, p, rows)) for _ in outgoing]
-        for stages, kinds, ks in self._slots:
-            end = np.maximum(free[stages], arrived[kinds, stages, ks]) + seconds[kinds, stages]
-            free[stages] = end
-            for (target, wire_s), wire_free in zip(outgoing, wires, strict=True):
-                to = target[kinds, stages]
-                sends = to >= 0
-                kind, source, to, k = kinds[sends], stages[sends], to[sends], ks[sends]
-                arrives = np.maximum(end[sends], wire_free[kind, source]) + wire_s[kind, source]
-                wire_free[kind, source] = arrives
-                arrived[kind, to, k] = np.maximum(arrived[kind, to, k], arrives)
-        return free.T
+        def passed(
+            seconds: Floats, free: Floats, order: Sequence[int], into: dict[int, list[tuple[int, Floats]]]
+        ) -> Floats:
+            first, ends = np.zeros((p, rows)), np.zeros((p, rows))
+            for s in order:
+                own, begins, queued = seconds[:, s], free[s], np.full(rows, -np.inf)
+                for source, wire in into.get(s, ()):
+                    arrives = first[source] + wire
+                    begins = np.maximum(begins, arrives)
+                    queued = np.maximum(queued, ends[source] + wire)
+                    if more:
+                        queued = np.maximum(queued, arrives + more * wire)
+                first[s] = begins + own
+                ends[s] = np.maximum(first[s] + more * own, queued + own)
+            return ends
 
-    def _outgoing(self, edges: Ints, ranks: tuple[int, ...]) -> list[tuple[Ints, Floats]]:
-        """What `_clock` takes, from the tensors that each split sends; a message that a row lacks never holds it up."""
-        p, rows = self.setting.num_stages, len(edges)
+        there: dict[int, list[tuple[int, Floats]]] = {}
+        back: dict[int, list[tuple[int, Floats]]] = {}
+        for one, (there_s, back_s) in wires:
+            there.setdefault(one.target, []).append((one.source, there_s))
+            back.setdefault(one.source, []).append((one.target, back_s))
+        forwards = passed(forward, np.zeros((p, rows)), range(p), there)
+        return passed(backward, forwards, range(p - 1, -1, -1), back).T
+
+    def _clock(self, forward: Floats, backward: Floats, wires: list[tuple[Messages, tuple[Floats, Floats]]]) -> Floats:
+        """1f1b: [rows, p], from as few micro-batches as it takes to reach rounds that are alike."""
+        p, m = self.setting.num_stages, self.setting.num_microbatches
+        seconds = np.stack((forward.T, backward.T))
+        outgoing = self._outgoing(p, len(forward), wires)
+        span = max((one.target - one.source for one, _ in wires), default=1)
+        count = p + span + 12
+        while 2 * count < m:
+            ends, round_s = _played(p, count, seconds, outgoing, span)
+            if round_s is not None:
+                extrapolated: Floats = ends + (m - count) * round_s[:, None]
+                return extrapolated
+            count *= 2
+        return _played(p, m, seconds, outgoing, None)[0]
+
+    def _outgoing(
+        self, p: int, rows: int, wires: list[tuple[Messages, tuple[Floats, Floats]]]
+    ) -> list[tuple[Ints, Floats]]:
+        """Messages that a stage sends after a forward or a backward, first ones, second ones...: (target [2, p], -1 for
+        none; seconds on the wire [2, p, rows]). A message that a row lacks never holds it up."""
         outgoing: list[tuple[Ints, Floats]] = []
-        for (source, target), (sent, there, back) in self._moved(edges).items():
-            link = self.cluster.link(ranks[source], ranks[target])
-            for kind, first, second, num_bytes in ((0, source, target, there), (1, target, source, back)):
-                free = next((one for one in outgoing if one[0][kind, first] < 0), None)
+        for one, both in wires:
+            for kind, first, second, wire_s in (
+                (0, one.source, one.target, both[0]),
+                (1, one.target, one.source, both[1]),
+            ):
+                free = next((some for some in outgoing if some[0][kind, first] < 0), None)
                 if free is None:
                     free = np.full((2, p), -1), np.zeros((2, p, rows))
                     outgoing.append(free)
                 free[0][kind, first] = second
-                free[1][kind, first] = np.where(sent, link_times(link, num_bytes), -np.inf)
+                free[1][kind, first] = wire_s
         return outgoing
 
-    def _moved(self, edges: Ints) -> dict[tuple[int, int], tuple[NDArray[np.bool_], Floats, Floats]]:
-        """(source, target) -> [rows] whether anything moves, its bytes for one micro-batch, its gradient's bytes."""
-        p, rows = self.setting.num_stages, len(edges)
-        moved: dict[tuple[int, int], tuple[NDArray[np.bool_], Floats, Floats]] = {}
+    def _walked(
+        self,
+        edges: Ints,
+        forward: Floats,
+        backward: Floats,
+        again: Floats,
+        speed: Floats,
+        wires: list[tuple[Messages, tuple[Floats, Floats]]],
+    ) -> Floats:
+        """Any other schedule, by the simulator's own clock: [rows, p] when the rank of each stage ends."""
+        setting, costs = self.setting, self.costs
+        table = schedule_table(setting.schedule, setting.num_stages, setting.num_microbatches, setting.num_places)
+        parts = [backward / 2 + again / 2, backward / 2 - again / 2]
+        if costs.backward_input_s is not None and costs.backward_weight_s is not None:
+            parts = [np.add.reduceat(part, edges[:, :-1].ravel()).reshape(forward.shape) for part in
+                     (costs.backward_input_s, costs.backward_weight_s)]
+            parts = [parts[0] / speed + again, parts[1] / speed]
+        ends = np.zeros(forward.shape)
+        for row in range(len(forward)):
+            stages = [
+                StageCost(*map(float, figures[:2]), backward_input_s=float(figures[2]), backward_weight_s=float(figures[3]))
+                for figures in zip(forward[row], backward[row], parts[0][row], parts[1][row], strict=True)
+            ]
+            transfers = [
+                Transfer(one.source, one.target, float(there[row]), float(back[row]))
+                for one, (there, back) in wires
+                if one.sent[row]
+            ]
+            clock = run_clock(table, Replica(tuple(stages), tuple(transfers)), jump=True)
+            ends[row] = clock.rank_end_s[self.places]
+        return ends
 
-        def pair(source: int, target: int) -> tuple[NDArray[np.bool_], Floats, Floats]:
-            return moved.setdefault((source, target), (np.zeros(rows, bool), np.zeros(rows), np.zeros(rows)))
-
-        for target in range(1, p):
-            cut = edges[:, target]
-            if self.graph.handed_on[cut].any():
-                sent, there, back = pair(target - 1, target)
-                sent |= self.graph.handed_on[cut]
-                there += self.costs.next_bytes[cut]
-                back += self.costs.next_gradient_bytes[cut]
-        for tensor, producer, consumers in self.graph.far_tensors:
-            num_bytes = self.graph.profile.tensor_bytes(tensor, self.setting.samples)
-            source = _stage_at(edges, producer)
-            targets = np.stack([_stage_at(edges, place) for place in consumers])
-            for a, b in sorted({(int(a), int(b)) for row in targets for a, b in zip(source, row, strict=True)}):
-                if a < b:
-                    here = (source == a) & (targets == b).any(axis=0)
-                    sent, there, back = pair(a, b)
-                    sent |= here
-                    there += num_bytes * here
-                    back += num_bytes * here * tensor.needs_gradient
-        return dict(sorted(moved.items()))
+    def _moved(self, edges: Ints) -> list[Messages]:
+        """What goes from stage to stage, with a column a row of edges, [rows, p + 1]."""
+        graph, costs, p, rows = self.graph, self.costs, self.setting.num_stages, len(edges)
+        cut = edges[:, 1:-1].T
+        moved = {
+            (target - 1, target): Messages(target - 1, target, sent, there, back)
+            for target, sent, there, back in zip(
+                range(1, p),
+                graph.handed_on[cut],
+                costs.next_bytes[cut],
+                costs.next_gradient_bytes[cut],
+                strict=True,
+            )
+        }
+        far = graph.far_flows
+        if p == 1 or not len(far.producer):
+            return [one for one in moved.values() if one.sent.any()]
+        num_bytes = far.bytes(self.setting.samples)
+        sums: list[tuple[Any, ...]] = []  # pairs of stages, row, bytes there, bytes back
+        for row in range(rows):
+            inner = edges[row, 1:-1]
+            source = np.searchsorted(inner, far.producer, side="right")[far.tensor]
+            target = np.searchsorted(inner, far.consumer, side="right")
+            goes = source < target
+            sends = np.unique(far.tensor[goes] * p + target[goes])  # once to a stage, however many layers use it there
+            tensor, target = sends // p, sends % p
+            pair = np.searchsorted(inner, far.producer[tensor], side="right") * p + target
+            pairs, group = np.unique(pair, return_inverse=True)
+            there = np.bincount(group, num_bytes[tensor], len(pairs))
+            back = np.bincount(group, num_bytes[tensor] * far.gradient[tensor], len(pairs))
+            sums.append((pairs, np.full(len(pairs), row), there, back))
+        pairs, row_of, there, back = (np.concatenate(column) for column in zip(*sums, strict=True))
+        kinds, kind = np.unique(pairs, return_inverse=True)
+        sent, added = np.zeros((len(kinds), rows), np.bool_), np.zeros((2, len(kinds), rows))
+        sent[kind, row_of], added[0, kind, row_of], added[1, kind, row_of] = True, there, back
+        for k, number in enumerate(kinds.tolist()):
+            source, target = divmod(number, p)
+            near = moved.get((source, target))
+            mine = Messages(source, target, sent[k], added[0, k], added[1, k])
+            if near is not None:
+                mine = Messages(source, target, sent[k] | near.sent, added[0, k] + near.there, added[1, k] + near.back)
+            moved[source, target] = mine
+        return [moved[pair] for pair in sorted(moved) if moved[pair].sent.any()]
 
     @cached_property
     def whole_sync_s(self) -> list[float]:
-        """By replica: what is left of the gradient sync after the backward of a whole model."""
-        link = self.cluster.slowest_link(self.setting.ranks[0])
-        speeds = [self.cluster.devices[ranks[0]].relative_speed for ranks in self.replicas]
+        """By line: what is left of the gradient sync after the backward of a whole model."""
         samples, count = self.setting.samples, self.setting.num_replicas
-        return [replica_sync_s(self.graph, link, samples, count, speed) for speed in speeds]
+        link = next(iter(self.layout.sync_links))
+        return [replica_sync_s(self.graph, link, samples, count, float(speed)) for speed in self.speeds[:, 0]]
 
     def _sync_s(self, edges: Ints) -> Floats:
-        """[rows, p] seconds of each stage's gradient sync, over replicas and over the owners of shared parameters."""
-        setting, cluster = self.setting, self.cluster
+        """[rows, p] seconds of each stage's gradient sync, over replicas and over the owners of shared parameters.
+
+        Stages of one rank sync one after the other: each counts with those of its rank before it.
+        """
+        setting, layout = self.setting, self.layout
         if setting.num_stages == 1:
             return np.full((len(edges), 1), max(self.whole_sync_s))
         first, last = edges[:, :-1], edges[:, 1:]
         num_bytes = self.graph.trainable_bytes(first, last)
         seconds = np.zeros(first.shape)
-        for stage, ranks in enumerate(setting.ranks):
-            seconds[:, stage] = all_reduce_times(cluster.slowest_link(ranks), num_bytes[:, stage], len(ranks))
-        shared = np.zeros((len(self.replicas), *first.shape))
-        for parameter in self.graph.shared_parameters:
-            at = np.stack([_stage_at(edges, self.graph.position[name]) for name in parameter.layers], axis=1).tolist()
-            owners_of = [tuple(sorted(set(row))) for row in at]
-            for owners in sorted({owners for owners in owners_of if len(owners) > 1}):
-                rows = np.array([one == owners for one in owners_of])
-                for r, ranks in enumerate(self.replicas):
-                    link = cluster.slowest_link(tuple(ranks[owner] for owner in owners))
-                    shared[r][np.ix_(rows, owners)] += link.all_reduce_time(parameter.bytes, len(owners))
-        total: Floats = seconds + shared.max(axis=0)
+        for link, places in layout.sync_links.items():
+            stages = np.flatnonzero(np.isin(self.places, places))
+            seconds[:, stages] = all_reduce_times(link, num_bytes[:, stages], setting.num_replicas)
+        if self.graph.shared_parameters:
+            shared = np.zeros((layout.num_lines, *first.shape))
+            for parameter in self.graph.shared_parameters:
+                positions = [self.graph.position[name] for name in parameter.layers]
+                at = np.stack([_stage_at(edges, place) for place in positions], axis=1).tolist()
+                owners_of = [tuple(sorted(set(row))) for row in at]
+                for owners in sorted({owners for owners in owners_of if len(owners) > 1}):
+                    rows = np.array([one == owners for one in owners_of])
+                    for line in range(layout.num_lines):
+                        places = {int(self.places[owner]) for owner in owners}
+                        link = layout.link(line, *sorted(places))
+                        shared[line][np.ix_(rows, owners)] += link.all_reduce_time(parameter.bytes, len(places))
+            seconds = seconds + shared.max(axis=0)
+        if setting.stages_per_rank > 1:
+            on_rank = np.zeros((len(edges), setting.num_places))
+            np.add.at(on_rank.T, self.places, seconds.T)
+            seconds = on_rank[:, self.places]
+        total: Floats = seconds
         return total
+
+
+@lru_cache(maxsize=64)
+def _slots(p: int, m: int) -> tuple[tuple[Ints, Ints, Ints], ...]:
+    """(stages, kinds, micro-batches) of each slot of 1f1b; kind 0 is forward, 1 backward."""
+    stage, k = np.meshgrid(np.arange(p), np.arange(m), indexing="ij")
+    forward = np.where(k < p - stage, stage + k, stage + 2 * k)
+    backward = 2 * p - 1 - stage + 2 * k
+    slot = np.concatenate((forward.ravel(), backward.ravel()))
+    order = np.argsort(slot, kind="stable")
+    stages, ks = np.tile(stage.ravel(), 2)[order], np.tile(k.ravel(), 2)[order]
+    kinds = np.repeat([0, 1], p * m)[order]
+    ends = np.flatnonzero(np.diff(slot[order])) + 1
+    return tuple(zip(np.split(stages, ends), np.split(kinds, ends), np.split(ks, ends), strict=True))
+
+
+def _played(
+    p: int, m: int, seconds: Floats, outgoing: list[tuple[Ints, Floats]], span: int | None
+) -> tuple[Floats, Floats | None]:
+    """[rows, p] when each stage of one replica ends, and [rows] the seconds of a round where rounds have become alike.
+
+        end = max(stage free, arrived) + seconds;   arrives = max(end, wire free) + wire seconds
+
+    seconds: [2, p, rows] of a forward and a backward. span: what a message passes over at most; a message is then used
+    within so many slots, and rounds are alike when that many slots of them are. None: not asked.
+    """
+    rows = seconds.shape[2]
+    arrived = np.full((2, p, m, rows), -np.inf)
+    free = np.zeros((p, rows))
+    wires = [np.full((2, p, rows), -np.inf) for _ in outgoing]
+    full = 2 * m - 1  # in slots 2 p to 2 m - 2 every stage does a forward and a backward in turn
+    kept: list[Floats] = []
+    round_s: Floats | None = None
+    for slot, (stages, kinds, ks) in enumerate(_slots(p, m)):
+        end = np.maximum(free[stages], arrived[kinds, stages, ks]) + seconds[kinds, stages]
+        free[stages] = end
+        for (target, wire_s), wire_free in zip(outgoing, wires, strict=True):
+            to = target[kinds, stages]
+            if (sends := to >= 0).all():
+                kind, source, k, ended = kinds, stages, ks, end
+            else:
+                kind, source, to, k, ended = kinds[sends], stages[sends], to[sends], ks[sends], end[sends]
+            arrives = np.maximum(ended, wire_free[kind, source]) + wire_s[kind, source]
+            wire_free[kind, source] = arrives
+            arrived[kind, to, k] = np.maximum(arrived[kind, to, k], arrives)
+        if span is not None and full - span - 4 <= slot < full:
+            kept.append(np.concatenate((free, *(wire.reshape(2 * p, rows) for wire in wires))))
+            if slot == full - 1:
+                with np.errstate(invalid="ignore"):
+                    grown = np.stack(kept[2:]) - np.stack(kept[:-2])
+                grown[~np.isfinite(grown)] = np.nan  # wires that nothing goes over
+                least, most = np.nanmin(grown, axis=(0, 1)), np.nanmax(grown, axis=(0, 1))
+                if (most - least <= SAME * free.max(axis=0)).all():
+                    round_s = most
+                else:
+                    return free.T, None
+    return free.T, round_s
 
 
 def _stage_at(edges: Ints, position: int) -> Ints:
@@ -184,7 +378,10 @@ def _stage_at(edges: Ints, position: int) -> Ints:
 def link_times(link: Link, num_bytes: Floats) -> Floats:
     """`Link.time`, elementwise."""
     sizes, seconds = np.array(link.sizes_bytes, float), np.array(link.seconds)
-    k = np.clip(np.searchsorted(sizes, num_bytes), 1, len(sizes) - 1)
+    if len(sizes) == 2:
+        k: Ints | int = 1
+    else:
+        k = np.clip(np.searchsorted(sizes, num_bytes), 1, len(sizes) - 1)
     slope = (seconds[k] - seconds[k - 1]) / (sizes[k] - sizes[k - 1])
     times: Floats = np.maximum(0.0, seconds[k - 1] + slope * (num_bytes - sizes[k - 1]))
     return times

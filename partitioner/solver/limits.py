@@ -1,42 +1,35 @@
-"""Which runs of layers fit the memory of which stage, asked one by one, many at once, or as windows to search in."""
+"""Which runs of layers fit the memory of which stage: asked one by one, many at once, or as how far a stage can go."""
 
 from __future__ import annotations
 
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
-from typing import Any
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from partitioner.graph import CostGraph
-from partitioner.memory import interval_memory, memory_limit
+from partitioner.graph import CostGraph, Holding, IntervalSum
+from partitioner.memory import Spread, interval_memory
 from partitioner.schedule import in_flight
+from partitioner.solver.layout import Layout
 from partitioner.solver.settings import Setting
-from partitioner.specs import Cluster, Training
+from partitioner.specs import Training
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
 
-class Windows:
-    """What was worked out before, by `Limits.alike`: the same windows serve many settings."""
-
-    def __init__(self) -> None:
-        self.near: dict[Hashable, Ints] = {}
-        self.far: dict[Hashable, Ints] = {}
-        self.band: dict[Hashable, Flags] = {}
-
-
 class Limits(ABC):
-    """What fits each stage's memory. Whatever fits is `roomy`; only `roomy` is monotone, so windows are made of it."""
+    """What fits each stage's memory. Whatever fits is `roomy`; only `roomy` is monotone, so walks are made with it."""
 
-    def __init__(self, num_layers: int, windows: Windows | None = None) -> None:
-        self.num_layers = num_layers
-        self._windows = windows or Windows()
+    lean: Limits | None = None
+    """The same when a stage recomputes its activations; None: no stage may."""
 
     @abstractmethod
     def fits(self, stage: Any, first: Any, last: Any) -> Any:
@@ -46,50 +39,32 @@ class Limits(ABC):
     def roomy(self, stage: Any, first: Any, last: Any) -> Any:
         """As `fits`, but only necessary: true of every part of what it is true of."""
 
-    @abstractmethod
-    def alike(self, stage: int) -> Hashable:
-        """The same for stages with the same limits, of all that share their `Windows`."""
+    def room_for(self, stage: int) -> Callable[[int, int], bool]:
+        """`roomy` of one stage, one run at a time."""
+        return lambda first, last: bool(self.roomy(stage, first, last))
 
-    def near(self, stage: int) -> Ints:
-        """[n + 1] for each end the smallest start that leaves room, the end itself where there is none."""
-        key, known = self.alike(stage), self._windows.near
-        if key not in known:
-            known[key] = self._nearest(stage)
-        return known[key]
+    def furthest(self, stage: int, start: int, end: int) -> int:
+        """The largest end up to this one that leaves room; the start where there is none."""
+        room = self.room_for(stage)
+        if start == end or room(start, end):
+            return end
+        return bisect_left(range(start + 1, end), True, key=lambda last: not room(start, last)) + start
 
-    def far(self, stage: int) -> Ints:
-        """[n + 1] for each start the largest end that leaves room, the start itself where there is none."""
-        key, known = self.alike(stage), self._windows.far
-        if key not in known:
-            starts = np.arange(self.num_layers + 1)
-            known[key] = np.maximum(np.searchsorted(self.near(stage), starts, side="right") - 1, starts)
-        return known[key]
+    def nearest(self, stage: int, start: int, end: int) -> int:
+        """The smallest start from this one on that leaves room; the end where there is none."""
+        room = self.room_for(stage)
+        if start == end or room(start, end):
+            return start
+        return bisect_left(range(start + 1, end), True, key=lambda first: room(first, end)) + start + 1
 
-    def band(self, stage: int) -> Flags:
-        """[n + 1, w] whether [end - w + k, end) fits, by end and k, for the w that `near` allows at most."""
-        key, known = self.alike(stage), self._windows.band
-        if key not in known:
-            near, ends = self.near(stage), np.arange(self.num_layers + 1)
-            width = max(1, int((ends - near).max()))
-            good = np.zeros((len(ends), width), dtype=np.bool_)
-            rows = max(1, 500_000 // width)
-            for k in range(0, len(ends), rows):
-                last = ends[k : k + rows, None]
-                first = last - width + np.arange(width)
-                inside = first >= near[last]
-                fits = self.fits(stage, np.where(inside, first, 0), np.where(inside, last, self.num_layers))
-                good[k : k + rows] = inside & fits
-            known[key] = good
-        return known[key]
-
-    def _nearest(self, stage: int) -> Ints:
-        """Bisected, for all ends together."""
-        ends = np.arange(self.num_layers + 1)
-        low, high = np.zeros_like(ends), ends.copy()  # the answer is in [low, high]
-        while (open_ := low < high).any():
-            middle = (low + high) // 2
-            good = self.roomy(stage, np.where(open_, middle, 0), np.where(open_, ends, 1))
-            low, high = np.where(open_ & ~good, middle + 1, low), np.where(open_ & good, middle, high)
+    def far(self, stage: int, starts: Ints, ends: Ints) -> Ints:
+        """`furthest` of many."""
+        low, high = starts.copy(), ends.copy()  # the answer is in [low, high]
+        while (low < high).any():
+            middle = (low + high + 1) // 2
+            open_ = low < high
+            good = self.roomy(stage, np.where(open_, starts, 0), np.where(open_, middle, 1))
+            low, high = np.where(open_ & good, middle, low), np.where(open_ & ~good, middle - 1, high)
         return low
 
 
@@ -97,17 +72,30 @@ class DeviceMemory(Limits):
     """The memory of the devices of one setting: what a stage holds there, and how much its smallest device has."""
 
     def __init__(
-        self, graph: CostGraph, cluster: Cluster, training: Training, setting: Setting, windows: Windows | None = None
+        self,
+        graph: CostGraph,
+        training: Training,
+        setting: Setting,
+        layout: Layout,
+        recompute: Literal["never", "always", "where needed"] = "never",
     ) -> None:
-        super().__init__(graph.num_layers, windows)
         self._graph, self._training, self._setting = graph, training, setting
+        self._spread = Spread(recompute="always" if recompute == "always" else "never")
         p, m = setting.num_stages, setting.num_microbatches
-        self.held = np.array([in_flight(setting.schedule, stage, p, m) for stage in range(p)])
-        devices = [[cluster.devices[rank] for rank in ranks] for ranks in setting.ranks]
-        smallest = [min(some, key=lambda one: memory_limit(one, training) - one.overhead_bytes) for some in devices]
-        self.overhead = np.array([device.overhead_bytes for device in smallest])
-        self.room = np.array([memory_limit(device, training) for device in smallest]) - self.overhead
+        if setting.schedule == "1f1b":
+            self.held = np.minimum(p - np.arange(p), m)
+        elif setting.schedule == "gpipe":
+            self.held = np.full(p, m)
+        else:
+            self.held = np.array(
+                [in_flight(setting.schedule, stage, p, m, num_ranks=setting.num_places) for stage in range(p)]
+            )
+        places = np.array(setting.places)
+        self.overhead = layout.overhead[places]
+        self.room = layout.room[places]
         """Bytes of each stage's smallest device, less its overhead."""
+        if recompute == "where needed":
+            self.lean = DeviceMemory(graph, training, setting, layout, "always")
 
     def bytes(self, stage: Any, first: Any, last: Any) -> Any:
         """Bytes of the layers [first, last) as that stage, overhead left out; arrays broadcast."""
@@ -120,10 +108,6 @@ class DeviceMemory(Limits):
         """Without what crosses its cuts."""
         return self._kept(stage, np.asarray(first), np.asarray(last)) <= self.room[stage] + 1  # rounding
 
-    def alike(self, stage: int) -> Hashable:
-        setting = self._setting
-        return int(self.held[stage]), int(self.room[stage]), setting.samples, setting.num_replicas > 1
-
     def never_bind(self) -> bool:
         """Whether all layers together, at the most in flight, with the widest cut on both sides, fit everywhere."""
         costs = self._graph.at(self._setting.samples)
@@ -135,32 +119,79 @@ class DeviceMemory(Limits):
 
     def hopeless(self) -> bool:
         """Whether some layer has no room alone, or all stages together hold more than all devices have."""
-        at, least, most = np.arange(self.num_layers), int(np.argmin(self.held)), int(np.argmax(self.room))
-        if (self._kept(least, at, at + 1) > self.room[most] + 1).any():
+        n, least, most = self._graph.num_layers, int(np.argmin(self.held)), int(np.argmax(self.room))
+        kept = np.diff(self._holding.kept_before)
+        if isinstance(self.lean, DeviceMemory):
+            kept = np.minimum(kept, np.diff(self.lean._holding.kept_before))
+        at, everywhere = np.arange(n), self._graph.profile.buffer_bytes
+        alone = self._standing(at, at + 1) + everywhere + self.held[least] * kept
+        if (alone > self.room[most] + 1).any():
             return True
-        everywhere = self._graph.profile.buffer_bytes * (len(self.room) - 1)  # the sum has them once
-        return float(self._kept(least, at[0], at[-1] + 1)) + everywhere > float(self.room.sum())
+        together = float(self._standing(0, n)) + float(self.held[least] * kept.sum()) + everywhere * len(self.room)
+        return together > float(self.room.sum()) + len(self.room)
 
     def grown(self, extra_bytes: float) -> DeviceMemory:
         """The same with more memory on every device."""
         other = copy.copy(self)
         other.room = self.room + math.ceil(extra_bytes)
+        other.__dict__.pop("_by_stage", None)
+        if isinstance(self.lean, DeviceMemory):
+            other.lean = self.lean.grown(extra_bytes)
         return other
 
-    def _nearest(self, stage: int) -> Ints:
-        standing = self._graph.standing_bytes(self._training.optimizer_bytes).prefix
-        if standing is None:
-            return super()._nearest(stage)
-        up_to = standing + self.held[stage] * self._graph.at(self._setting.samples).saved_before
-        room = self.room[stage] + 1 - self._graph.profile.buffer_bytes
-        ends = np.arange(self.num_layers + 1)
-        return np.minimum(np.searchsorted(up_to, up_to - room, side="left"), ends) if room >= 0 else ends
+    def room_for(self, stage: int) -> Callable[[int, int], bool]:
+        held, room = self._by_stage[stage]
+        standing, up_to = self._standing, self._holding.kept_before_list
+        return lambda i, j: float(standing(i, j)) + held * (up_to[j] - up_to[i]) <= room
+
+    def furthest(self, stage: int, start: int, end: int) -> int:
+        prefix, up_to = self._standing.prefix_list, self._holding.kept_before_list
+        if prefix is None:
+            return super().furthest(stage, start, end)
+        held, room = self._by_stage[stage]
+        most = room + prefix[start] + held * up_to[start]
+        if prefix[end] + held * up_to[end] <= most:
+            return end
+        found = bisect_right(range(end), most, lo=start + 1, key=lambda k: prefix[k] + held * up_to[k])
+        return max(start, found - 1)
+
+    def nearest(self, stage: int, start: int, end: int) -> int:
+        prefix, up_to = self._standing.prefix_list, self._holding.kept_before_list
+        if prefix is None:
+            return super().nearest(stage, start, end)
+        held, room = self._by_stage[stage]
+        least = prefix[end] + held * up_to[end] - room
+        if prefix[start] + held * up_to[start] >= least:
+            return start
+        return bisect_left(range(end), least, lo=start + 1, key=lambda k: prefix[k] + held * up_to[k])
+
+    def far(self, stage: int, starts: Ints, ends: Ints) -> Ints:
+        if self._standing.prefix is None:
+            return super().far(stage, starts, ends)
+        held, room = self._by_stage[stage]
+        up_to = self._standing.prefix + held * self._holding.kept_before
+        reach: Ints = np.searchsorted(up_to, up_to[starts] + room, side="right") - 1
+        return np.clip(reach, starts, ends)
+
+    @cached_property
+    def _standing(self) -> IntervalSum:
+        return self._graph.standing_bytes(self._training.optimizer_bytes)
+
+    @cached_property
+    def _holding(self) -> Holding:
+        return self._graph.holding(self._setting.samples, recompute=self._spread.recompute)
+
+    @cached_property
+    def _by_stage(self) -> list[tuple[int, float]]:
+        """(micro-batches held, bytes for what grows with the layers, rounding included)."""
+        room = self.room + 1.0 - self._graph.profile.buffer_bytes
+        return list(zip(self.held.tolist(), room.tolist(), strict=True))
 
     def _kept(self, stage: Any, first: Ints, last: Ints) -> Any:
         """Bytes that do not depend on what crosses the cuts."""
-        saved = self._graph.at(self._setting.samples).saved_before
-        standing = self._graph.standing_bytes(self._training.optimizer_bytes)(first, last)
-        return standing + self._graph.profile.buffer_bytes + self.held[stage] * (saved[last] - saved[first])
+        kept = self._holding.kept_before
+        standing = self._standing(first, last)
+        return standing + self._graph.profile.buffer_bytes + self.held[stage] * (kept[last] - kept[first])
 
     def _items(self, stage: Any, first: Any, last: Any) -> dict[str, Any]:
         return interval_memory(
@@ -171,4 +202,5 @@ class DeviceMemory(Limits):
             samples=self._setting.samples,
             held=self.held[stage],
             replicated=self._setting.num_replicas > 1,
+            spread=self._spread,
         )

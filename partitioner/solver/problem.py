@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +14,10 @@ from partitioner.graph import CostGraph
 from partitioner.solver.bounds import Bounds
 from partitioner.solver.chain import Chain, best_split, cheapest_split
 from partitioner.solver.evaluate import Replayer, link_times
-from partitioner.solver.limits import DeviceMemory, Flags, Windows
-from partitioner.solver.settings import Setting
+from partitioner.solver.layout import Layout, Site
+from partitioner.solver.limits import DeviceMemory, Flags
+from partitioner.solver.settings import Setting, recomputation
+from partitioner.solver.starts import Starts
 from partitioner.specs import Cluster, Training
 
 Ints = NDArray[np.int64]
@@ -25,12 +27,17 @@ FEW_SPLITS = 2_000
 MOST_NEIGHBOURS = 400
 MOST_CLIMBS = 3
 MOST_ROUNDS = 12
-LONG = 4_096
-"""Stages x micro-batches from which on a replay takes so long that one climb must do."""
+MOST_WORK = 10_000_000
+"""Cells (`Replayer.work`) that are replayed to improve a split: some 0.2 s."""
 SLACKS = (1.0, 1.005, 1.02)
 """How far above the lower bound splits are proposed that could keep within it."""
 CLOSE = 1e-9
 """Relative; times that differ by less are equal, and the simpler setting wins."""
+LARGE = 30_000
+"""Layers x stages of a large problem."""
+NEARLY = 1e-3
+"""Relative; of a large problem, a split so close to the bound is left as it is, and a setting that can gain no more is
+left alone. Bound and gap stay what they are."""
 
 
 class Problem:
@@ -42,63 +49,141 @@ class Problem:
         cluster: Cluster,
         training: Training,
         setting: Setting,
-        starts: Flags,
-        windows: Windows | None = None,
+        starts: Starts,
+        layout: Layout | None = None,
     ) -> None:
         self.graph, self.cluster, self.training, self.setting, self.starts = graph, cluster, training, setting, starts
-        self.replayer = Replayer(graph, cluster, setting)
-        self.memory = DeviceMemory(graph, cluster, training, setting, windows)
-        self.limits = None if self.memory.never_bind() else self.memory
-        """None: memory cannot bind."""
-        self.bounds = Bounds(self.replayer, starts, self.limits)
+        self.layout = layout or Layout(Site(cluster, training), setting.ranks)
+        self.recompute: Literal["never", "always", "where needed"] = recomputation(training)
+        self.replayer = Replayer(graph, cluster, setting, self.layout, recompute=self.recompute == "always")
 
-    def fitting(self, cuts: Ints) -> Any:
-        """[rows] whether all stages of each split fit."""
-        edges = self._edges(cuts)
+    @cached_property
+    def memory(self) -> DeviceMemory:
+        return DeviceMemory(self.graph, self.training, self.setting, self.layout, self.recompute)
+
+    @cached_property
+    def limits(self) -> DeviceMemory | None:
+        """None: memory cannot bind."""
+        return None if self.memory.never_bind() else self.memory
+
+    @cached_property
+    def bounds(self) -> Bounds:
+        return Bounds(self.replayer, self.starts, self.limits, self._again_s)
+
+    def quick_s(self) -> float:
+        """`Bounds.quick`, which does not ask for memory."""
+        return Bounds(self.replayer, self.starts, None, None).quick()
+
+    @property
+    def is_large(self) -> bool:
+        return self.graph.num_layers * self.setting.num_stages > LARGE
+
+    @property
+    def slack(self) -> float:
+        """Relative; what is not worth looking for."""
+        return NEARLY if self.is_large else CLOSE
+
+    @property
+    def _again_s(self) -> Any:
+        may = self.limits is not None and self.limits.lean is not None
+        return self.replayer.costs.forward_before_s if may else None
+
+    def fitting(self, cuts: Ints) -> Flags:
+        """[rows] whether all stages of each split fit, recomputing where they must."""
         if self.limits is None:
             return np.ones(len(cuts), dtype=np.bool_)
-        return self.limits.fits(np.arange(self.setting.num_stages), edges[:, :-1], edges[:, 1:]).all(axis=1)
+        full = self._full(self.limits, cuts)
+        if self.setting.stages_per_rank > 1:
+            return self._ranks_fit(self.limits, cuts)
+        if isinstance(self.limits.lean, DeviceMemory):
+            full &= self._full(self.limits.lean, cuts)
+        flags: Flags = np.logical_not(full.any(axis=1))
+        return flags
+
+    def recomputed(self, cuts: Ints) -> Flags | None:
+        """[rows, p] the stages that must recompute to fit; None: none does, or all do, at a cost already counted."""
+        if self.limits is None or self.limits.lean is None:
+            return None
+        return self._full(self.limits, cuts)
+
+    def _full(self, memory: DeviceMemory, cuts: Ints) -> Flags:
+        """[rows, p] what does not fit."""
+        edges = self._edges(cuts)
+        flags: Flags = np.logical_not(memory.fits(np.arange(self.setting.num_stages), edges[:, :-1], edges[:, 1:]))
+        return flags
+
+    def _ranks_fit(self, memory: DeviceMemory, cuts: Ints) -> Flags:
+        """[rows] whether the stages of each rank fit together."""
+        edges, places = self._edges(cuts), np.array(self.setting.places)
+        needed = memory.bytes(np.arange(self.setting.num_stages), edges[:, :-1], edges[:, 1:])
+        held = np.zeros((self.setting.num_places, len(cuts)))
+        np.add.at(held, places, needed.T)
+        flags: Flags = np.array(np.less_equal(held.T, self.layout.room).all(axis=1))
+        return flags
 
     @cached_property
     def chain(self) -> Chain:
         """The first-order view: equal replicas at their slowest, everything that crosses a cut goes over it."""
-        costs, cluster, setting = self.graph.at(self.setting.samples), self.cluster, self.setting
-        speeds = tuple(min(cluster.devices[rank].relative_speed for rank in ranks) for ranks in setting.ranks)
-        hops = np.zeros(self.starts.shape)
-        for s in range(1, setting.num_stages):
-            links = {cluster.link(a, b) for a, b in zip(setting.ranks[s - 1], setting.ranks[s], strict=True)}
-            times = [
-                link_times(link, costs.crossing_bytes) + link_times(link, costs.crossing_gradient_bytes)
-                for link in links
-            ]
-            hops[s] = np.max(times, axis=0)
-        return Chain(costs.before_s, speeds, self.starts, hops, self.limits)
+        costs, cluster, places = self.replayer.costs, self.cluster, self.replayer.places
+        speeds = tuple(self.replayer.speeds.min(axis=0).tolist())
+        kinds: dict[tuple[bool, ...], Any] = {}
+        hops = [np.zeros(self.graph.num_layers + 1)]
+        lines = range(self.layout.num_lines)
+        apart = np.array([self.layout.apart(line, places[:-1], places[1:]) for line in lines]).T
+        for some in apart.tolist():
+            key = tuple(sorted(set(some)))
+            if key not in kinds:
+                links = [cluster.inter if one else cluster.intra for one in key]
+                kinds[key] = np.max(
+                    [
+                        link_times(link, costs.crossing_bytes) + link_times(link, costs.crossing_gradient_bytes)
+                        for link in links
+                    ],
+                    axis=0,
+                )
+            hops.append(kinds[key])
+        return Chain(costs.before_s, speeds, self.starts, hops, self.limits, self._again_s)
 
-    def best(self, bound_s: float) -> Found | None:
-        """The best split found; None: none fits. bound_s: what none can beat."""
-        boundaries = [np.flatnonzero(row) for row in self.starts[1:]]
-        num_splits = math.prod(len(row) for row in boundaries)
-        if not boundaries or num_splits <= FEW_SPLITS or self._count(boundaries) <= FEW_SPLITS:
+    def best(self, bound_s: float, *, thorough: bool = True) -> Found | None:
+        """The best split found; None: none fits. bound_s: what none can beat. Not `thorough`: no climbing."""
+        boundaries = [self.starts.positions(s) for s in range(1, self.setting.num_stages)]
+        if self._count(boundaries) <= max(1, FEW_SPLITS if thorough else 1):
             return next(iter(self._ranked(_all_splits(boundaries), 1, proven=True)), None)
+        slack = NEARLY if self.is_large or not thorough else CLOSE
         proposed = best_split(self.chain, weight=self.setting.num_microbatches - 1, tolerance=1e-3)
         if not proposed:
-            return None
-        cuts = [split.cuts for split in proposed] + list(self._even(boundaries))
-        for slack in SLACKS:
-            if (split := cheapest_split(self.chain, windows=self.bounds.windows(bound_s * slack))) is not None:
+            return self._packed(boundaries) if self.setting.stages_per_rank > 1 else None
+        cuts = [split.cuts for split in proposed[: MOST_NEIGHBOURS // 4]] + list(self._even(boundaries))
+        first = self._ranked(np.unique(cuts, axis=0), 1)
+        if first and first[0].total_s <= bound_s * (1 + slack):
+            return first[0]
+        for more in SLACKS if self.setting.schedule in ("gpipe", "1f1b") else ():
+            if (split := cheapest_split(self.chain, lines=self.bounds.windows(bound_s * more))) is not None:
                 cuts.append(split.cuts)
-        long = self.setting.num_stages * self.setting.num_microbatches > LONG
-        climbed = [self._improve(one) for one in self._ranked(np.unique(cuts, axis=0), 1 if long else MOST_CLIMBS)]
+        climbs = MOST_CLIMBS if thorough and not self.is_large else 1
+        ranked = self._ranked(np.unique(cuts, axis=0), climbs)
+        if not thorough:
+            return ranked[0] if ranked else None
+        climbed = [self._improve(one, bound_s * (1 + slack), MOST_WORK // climbs) for one in ranked]
         return min(climbed, key=Found.rank, default=None)
 
-    def _count(self, boundaries: list[Ints]) -> int:
-        """The number of splits."""
+    def _packed(self, boundaries: list[Ints]) -> Found | None:
+        """Where stages of one rank fit together although not each fits an equal share of it."""
+        free = best_split(self.chain.free(), weight=self.setting.num_microbatches - 1, tolerance=1e-3)
+        cuts = [split.cuts for split in free] + list(self._even(boundaries))
+        return next(iter(self._ranked(np.unique(cuts, axis=0), 1)), None)
+
+    def _count(self, boundaries: list[Ints]) -> float:
+        """The number of splits, or one no smaller."""
+        most = math.prod(float(len(row)) for row in boundaries)
+        if most <= FEW_SPLITS or len(boundaries) * self.graph.num_layers > LARGE:
+            return most
         ways = np.ones(self.graph.num_layers + 1)
         for row in reversed(boundaries):  # ways[k]: to place this boundary and later ones after position k
             here = np.zeros(len(ways))
             here[row] = ways[row]
             ways = np.append(np.cumsum(here[::-1])[::-1][1:], 0.0)
-        return int(min(ways[0], 2.0**60))
+        return float(ways[0])
 
     def _even(self, boundaries: list[Ints]) -> Iterable[tuple[int, ...]]:
         """The split into equal numbers of layers, as near as the possible cuts allow."""
@@ -116,7 +201,7 @@ class Problem:
         cuts = cuts[self.fitting(cuts)]
         if not len(cuts):
             return []
-        totals = self.replayer.total_s(cuts)
+        totals = self.replayer.total_s(cuts, self.recomputed(cuts))
         order = np.argsort(totals, kind="stable")
         order = order[totals[order] <= totals[order[min(most, len(order)) - 1]] * (1 + CLOSE)]
         digits = np.round(np.column_stack((totals[order], self._bottleneck_s(cuts[order]))) / (totals.min() or 1.0), 9)
@@ -125,19 +210,21 @@ class Problem:
 
     def _bottleneck_s(self, cuts: Ints) -> Any:
         edges, before_s = self._edges(cuts), self.replayer.costs.before_s
-        devices = self.cluster.devices
-        speeds = np.array([min(devices[rank].relative_speed for rank in ranks) for ranks in self.setting.ranks])
-        return ((before_s[edges[:, 1:]] - before_s[edges[:, :-1]]) / speeds).max(axis=1)
+        return ((before_s[edges[:, 1:]] - before_s[edges[:, :-1]]) / self.replayer.speeds.min(axis=0)).max(axis=1)
 
-    def _improve(self, found: Found) -> Found:
+    def _improve(self, found: Found, enough_s: float, work: float) -> Found:
         """Hill climbing: all runs of consecutive cuts moved together by one step, first long steps, then short ones.
 
         Moving a run hands one layer from the stage after it to the stage before it, and leaves the sizes between alike.
         """
         n, p = self.graph.num_layers, self.setting.num_stages
         step = 1 << max(0, (n // (4 * p)).bit_length() - 1)
+        most = int(min(MOST_NEIGHBOURS, work // self.replayer.work))
         for _ in range(MOST_ROUNDS):
-            better = self._ranked(self._neighbours(found.cuts, step), 1)
+            if found.total_s <= enough_s or most < 2 * len(found.cuts) or work < self.replayer.work * most:
+                break
+            work -= self.replayer.work * most
+            better = self._ranked(self._neighbours(found.cuts, step, most), 1)
             if better and better[0].total_s < found.total_s * (1 - CLOSE):
                 found = better[0]
             elif step == 1:
@@ -146,18 +233,18 @@ class Problem:
                 step //= 2
         return found
 
-    def _neighbours(self, cuts: tuple[int, ...], step: int) -> Ints:
+    def _neighbours(self, cuts: tuple[int, ...], step: int, most: int) -> Ints:
         num_cuts = len(cuts)
-        longest = max(1, min(num_cuts, MOST_NEIGHBOURS // (2 * num_cuts)))
+        longest = max(1, min(num_cuts, most // (2 * num_cuts)))
         runs = [(a, b) for length in range(1, longest + 1) for a, b in _runs(num_cuts, length)]
         moved = np.tile(np.array(cuts), (2 * len(runs), 1))
         for k, (a, b) in enumerate(runs):
             moved[2 * k, a:b] += step
             moved[2 * k + 1, a:b] -= step
-        edges = self._edges(moved)
-        inside = ((moved > 0) & (moved < self.graph.num_layers)).all(axis=1) & (np.diff(edges, axis=1) > 0).all(axis=1)
+        inside = ((moved > 0) & (moved < self.graph.num_layers)).all(axis=1)
+        inside &= (np.diff(self._edges(moved), axis=1) > 0).all(axis=1)
         moved = moved[inside]
-        allowed: Ints = moved[self.starts[np.arange(1, num_cuts + 1), moved].all(axis=1)]
+        allowed: Ints = moved[self.starts.allow(moved)]
         return allowed
 
     def _edges(self, cuts: Ints) -> Ints:
@@ -179,9 +266,29 @@ class Found(NamedTuple):
     def setting(self) -> Setting:
         return self.problem.setting
 
+    @property
+    def bottleneck_s(self) -> float:
+        """Seconds of the slowest stage, all micro-batches."""
+        each = self.problem._bottleneck_s(np.array([self.cuts], dtype=np.int64).reshape(1, -1))
+        return float(each[0]) * self.setting.num_microbatches
+
+    @property
+    def recompute(self) -> tuple[bool, ...]:
+        """By stage."""
+        if self.problem.recompute == "always":
+            return (True,) * self.setting.num_stages
+        flags = self.problem.recomputed(np.array([self.cuts], dtype=np.int64).reshape(1, -1))
+        return (False,) * self.setting.num_stages if flags is None else tuple(flags[0].tolist())
+
     def rank(self) -> tuple[Any, ...]:
-        """Order of preference: the time to nine digits, the simpler setting, earlier cuts."""
-        return (float(f"{self.total_s:.9e}"), self.setting.size, self.cuts)
+        """Order of preference: time to nine digits, less recomputed, the simpler setting, more even, earlier cuts."""
+        return (
+            float(f"{self.total_s:.9e}"),
+            sum(self.recompute),
+            self.setting.size,
+            float(f"{self.bottleneck_s:.9e}"),
+            self.cuts,
+        )
 
 
 def _runs(num_cuts: int, length: int) -> Iterable[tuple[int, int]]:

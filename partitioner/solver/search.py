@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from partitioner.graph import CostGraph
-from partitioner.solver.chain import start_flags
-from partitioner.solver.limits import Windows
+from partitioner.solver.layout import Layout, Ranks, Site
 from partitioner.solver.problem import CLOSE, Found, Problem
 from partitioner.solver.settings import Kind, Setting, pinned_positions, settings
+from partitioner.solver.starts import stage_starts
 from partitioner.specs import Cluster, Training
 
 MOST_RIVALS = 5
@@ -30,30 +30,24 @@ class Searched:
     """Settings looked at of which no split fits."""
 
 
-def search(
-    graph: CostGraph,
-    cluster: Cluster,
-    training: Training,
-    meshes: list[tuple[int, int]],
-    windows: Windows | None = None,
-) -> Searched:
+def search(graph: CostGraph, cluster: Cluster, training: Training, meshes: list[tuple[int, int]]) -> Searched:
     """The best split of every setting that could be the best of all, by lower bound: best first, until none is left.
 
     A setting waits with its quick bound, comes back with its tight one, and is solved when that is the smallest of all;
     once the smallest bound is above the best time found, the rest cannot win.
     """
     pins = pinned_positions(graph, training)
-    flags = {p: start_flags(graph.num_layers, p, graph.allowed_cuts, pins) for p in sorted({p for p, _ in meshes})}
-    windows = windows or Windows()
+    counts = sorted({setting.num_stages for setting in settings(cluster, training, meshes)})
+    starts = {p: stage_starts(graph.num_layers, p, graph.allowed_cuts, pins) for p in counts}
+    site, layouts = Site(cluster, training), dict[Ranks, Layout]()
     waiting: list[Waiting] = []
-    unfit: list[Setting] = []
     for setting in settings(cluster, training, meshes):
-        if (starts := flags[setting.num_stages]) is not None:
-            problem = Problem(graph, cluster, training, setting, starts, windows)
-            if problem.limits is not None and problem.limits.hopeless():
-                unfit.append(setting)
-            else:
-                waiting.append(Waiting(problem.bounds.quick(), len(waiting), False, problem))
+        if (possible := starts[setting.num_stages]) is not None:
+            if setting.ranks not in layouts:
+                layouts[setting.ranks] = Layout(site, setting.ranks)
+            problem = Problem(graph, cluster, training, setting, possible, layouts[setting.ranks])
+            waiting.append(Waiting(problem.quick_s(), len(waiting), False, problem))
+    unfit: list[Setting] = []
     found, lower_bound_s = _race(waiting, unfit)
     rivals = _rivals(found, waiting)
     return Searched(tuple(sorted(found + rivals, key=Found.rank)), lower_bound_s, tuple(unfit))
@@ -68,7 +62,7 @@ class Waiting(NamedTuple):
     problem: Problem
 
 
-def _race(waiting: list[Waiting], unfit: list[Setting]) -> tuple[list[Found], float]:
+def _race(waiting: list[Waiting], unfit: list[Setting], *, thorough: bool = True) -> tuple[list[Found], float]:
     """Solve in the order of bounds; leaves in `waiting` what cannot win, and adds to `unfit` what does not fit."""
     heapq.heapify(waiting)
     found: list[Found] = []
@@ -76,15 +70,18 @@ def _race(waiting: list[Waiting], unfit: list[Setting]) -> tuple[list[Found], fl
     lower, best = math.inf, math.inf
     while waiting and waiting[0].bound_s <= best * (1 + CLOSE):
         bound_s, number, is_tight, problem = heapq.heappop(waiting)
-        if bound_s >= best * (1 - CLOSE) and min(found, key=Found.rank).setting.size <= problem.setting.size:
-            beaten.append(Waiting(bound_s, number, is_tight, problem))  # at best as fast, and no simpler
+        if bound_s >= best * (1 - problem.slack) and _no_simpler(problem, found):
+            beaten.append(Waiting(bound_s, number, is_tight, problem))
         elif not is_tight:
+            if problem.limits is not None and problem.limits.hopeless():
+                unfit.append(problem.setting)
+                continue
             bound_s = max(bound_s, problem.bounds.tight(best))
             if bound_s < math.inf:
                 heapq.heappush(waiting, Waiting(bound_s, number, True, problem))
             else:
                 unfit.append(problem.setting)
-        elif (one := problem.best(bound_s)) is None:
+        elif (one := problem.best(bound_s, thorough=thorough)) is None:
             unfit.append(problem.setting)
         else:
             found.append(one)
@@ -93,16 +90,21 @@ def _race(waiting: list[Waiting], unfit: list[Setting]) -> tuple[list[Found], fl
     return found, min([lower, best, *(one.bound_s for one in waiting)])
 
 
+def _no_simpler(problem: Problem, found: list[Found]) -> bool:
+    """Whether this setting, at best as fast as the best one, is not simpler than that."""
+    return problem.is_large or min(found, key=Found.rank).setting.size <= problem.setting.size
+
+
 def _rivals(found: list[Found], waiting: list[Waiting]) -> list[Found]:
-    """The best of each mesh and schedule that cannot win, to compare with: of small models, the most promising few."""
+    """A good split of each mesh and schedule that cannot win, to compare with: of small models, the first few."""
     seen = {one.setting.kind for one in found}
-    others: dict[Kind, list[Waiting]] = {}
+    others: dict[Kind, Waiting] = {}
     for one in sorted(waiting) if found else ():
         if one.problem.graph.num_layers * one.problem.setting.num_stages <= SMALL:
-            others.setdefault(one.problem.setting.kind, []).append(one)
+            others.setdefault(one.problem.setting.kind, one)
     rivals: list[Found] = []
-    for kind, group in others.items():
+    for kind, one in others.items():
         if kind not in seen and len(seen) <= MOST_RIVALS:
-            rivals += _race(group, [])[0]
             seen.add(kind)
+            rivals += _race([one], [], thorough=False)[0]
     return rivals

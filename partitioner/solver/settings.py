@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal
 
 from partitioner.errors import ArgumentError, NotBuiltError
 from partitioner.graph import CostGraph
+from partitioner.schedule import placement
 from partitioner.simulator import place
+from partitioner.solver.layout import Ranks
 from partitioner.specs import EXECUTED, Cluster, ScheduleName, Training
 
 MOST_ACTIONS = 2**18
@@ -22,19 +25,34 @@ Kind = tuple[int, int, ScheduleName]
 class Setting:
     """All that is chosen before the cuts."""
 
-    num_stages: int
+    num_places: int
+    """Ranks of a pipeline."""
     num_replicas: int
     schedule: ScheduleName
     num_microbatches: int
     """A replica."""
     samples: int
     """Of one micro-batch."""
-    ranks: tuple[tuple[int, ...], ...]
-    """By stage, one a replica."""
+    ranks: Ranks
+    """By place in the pipeline, one a replica."""
+    stages_per_rank: int = 1
+
+    @property
+    def num_stages(self) -> int:
+        return self.num_places * self.stages_per_rank
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """By stage, the place that runs it."""
+        return placement(self.schedule, self.num_stages, self.num_places)
+
+    @property
+    def ranks_by_stage(self) -> Ranks:
+        return tuple(self.ranks[place] for place in self.places)
 
     @property
     def mesh(self) -> dict[str, int]:
-        return {"pp": self.num_stages, "dp": self.num_replicas}
+        return {"pp": self.num_places, "dp": self.num_replicas}
 
     @property
     def size(self) -> tuple[int, int, bool]:
@@ -81,6 +99,11 @@ def check_request(graph: CostGraph, cluster: Cluster, training: Training) -> Non
                 f"{_near_divisors(each, count)} micro-batches, or batch_size {_near(batch, count * (dp or 1))}"
             )
     _check_pins(graph, cluster, training)
+
+
+def recomputation(training: Training) -> Literal["never", "always", "where needed"]:
+    """Which stages run their forwards again for their backwards; where needed: those that do not fit otherwise."""
+    return "never"
 
 
 def pinned_positions(graph: CostGraph, training: Training) -> dict[int, int]:
@@ -161,7 +184,7 @@ def settings(cluster: Cluster, training: Training, meshes: list[tuple[int, int]]
                         yield Setting(pp, dp, schedule, count, each // count, ranks)
 
 
-def layouts(cluster: Cluster, num_stages: int, num_replicas: int) -> list[tuple[tuple[int, ...], ...]]:
+def layouts(cluster: Cluster, num_stages: int, num_replicas: int) -> list[Ranks]:
     """Ranks by stage, one a replica: a replica's stages side by side, or a stage's replicas side by side.
 
     Side by side is within a node where that is possible, so the first keeps transfers and the second keeps gradient

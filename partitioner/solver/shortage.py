@@ -9,9 +9,10 @@ import numpy as np
 
 from partitioner.graph import CostGraph
 from partitioner.memory import memory_limit, stage_memory
-from partitioner.solver.chain import Chain, Split, cheapest_split, has_room, smallest_bottleneck, start_flags
+from partitioner.solver.chain import Chain, Split, cheapest_split, has_room, smallest_bottleneck
 from partitioner.solver.problem import Problem
 from partitioner.solver.settings import mesh_levels, pinned_positions, settings
+from partitioner.solver.starts import stage_starts
 from partitioner.specs import Cluster, Training, format_bytes
 
 PRECISION = 5e-3
@@ -74,7 +75,7 @@ def _leanest(graph: CostGraph, cluster: Cluster, training: Training) -> Iterator
     replicas: dict[int, list[int]] = {}
     for stages, count in sorted(mesh for level in mesh_levels(graph, cluster, training) for mesh in level):
         replicas.setdefault(stages, []).append(count)
-    flags = {stages: start_flags(graph.num_layers, stages, graph.allowed_cuts, pins) for stages in replicas}
+    flags = {stages: stage_starts(graph.num_layers, stages, graph.allowed_cuts, pins) for stages in replicas}
     possible = [stages for stages in sorted(replicas, reverse=True) if flags[stages] is not None]
     for stages in possible:
         starts = flags[stages]
@@ -171,7 +172,7 @@ def _more_devices(graph: CostGraph, cluster: Cluster, training: Training) -> int
         )
         meshes = [mesh for level in mesh_levels(graph, grown, training) for mesh in level if mesh[0] * mesh[1] == count]
         for mesh in sorted(meshes, reverse=True)[:1]:
-            starts = start_flags(graph.num_layers, mesh[0], graph.allowed_cuts, pins)
+            starts = stage_starts(graph.num_layers, mesh[0], graph.allowed_cuts, pins)
             every = list(settings(grown, training, [mesh])) if starts is not None else []
             every = [one for one in every if one.schedule == every[0].schedule]
             for setting in dict.fromkeys((every[-1], every[0])) if every else ():

@@ -22,13 +22,14 @@ from typing import Any, NamedTuple
 import graph_checks as checks
 import numpy as np
 
-from partitioner.solver.chain import Chain, cheapest_split, smallest_bottleneck, start_flags
+from partitioner.solver.chain import Chain, cheapest_split, smallest_bottleneck
 from partitioner.solver.ideals import as_flags
 from partitioner.solver.maxload import Kind, Loads, Placement, place_in_order
 from partitioner.solver.replicated import Boundaries, Slowest, slowest_stage, slowest_stage_of_servers
 from partitioner.solver.servers import Line, Servers, longest_line
 from partitioner.solver.servers import least_step as least_step_over_servers
 from partitioner.solver.sharded import Sharding, Ways, slowest_shard
+from partitioner.solver.starts import stage_starts
 from partitioner.solver.synchronous import Options, least_step
 
 Graph = dict[str, Any]
@@ -175,10 +176,10 @@ def solve_minmax(graph: Graph, setting: str, values: dict[str, str], known: dict
     """Consecutive layers of the file's order, no transfers."""
     seconds = [seconds_of(node) for node in checks.in_line(graph)]
     n, k = len(seconds), int(values["k"])
-    starts = start_flags(n, k, tuple(range(1, n)))
+    starts = stage_starts(n, k, tuple(range(1, n)))
     if starts is None:
         return None, lambda: math.nan
-    chain = Chain(np.concatenate(([0.0], np.cumsum(seconds))), (1.0,) * k, starts, np.zeros(starts.shape))
+    chain = Chain(np.concatenate(([0.0], np.cumsum(seconds))), (1.0,) * k, starts, np.zeros((k, n + 1)))
     bound = smallest_bottleneck(chain)
     split = cheapest_split(chain, bound)
     assert split is not None
