@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from partitioner.clock import Replica, StageCost, Transfer, run_clock
 from partitioner.graph import CostGraph
 from partitioner.schedule import schedule_table
-from partitioner.clock import Replica, StageCost, Transfer, run_clock
 from partitioner.simulator import replica_sync_s
 from partitioner.solver.layout import Layout, Site
 from partitioner.solver.settings import Setting
@@ -208,14 +208,14 @@ class Replayer:
         table = schedule_table(setting.schedule, setting.num_stages, setting.num_microbatches, setting.num_places)
         parts = [backward / 2 + again / 2, backward / 2 - again / 2]
         if costs.backward_input_s is not None and costs.backward_weight_s is not None:
-            parts = [np.add.reduceat(part, edges[:, :-1].ravel()).reshape(forward.shape) for part in
-                     (costs.backward_input_s, costs.backward_weight_s)]
+            before = [np.append(0.0, np.cumsum(each)) for each in (costs.backward_input_s, costs.backward_weight_s)]
+            parts = [each[edges[:, 1:]] - each[edges[:, :-1]] for each in before]
             parts = [parts[0] / speed + again, parts[1] / speed]
         ends = np.zeros(forward.shape)
         for row in range(len(forward)):
             stages = [
-                StageCost(*map(float, figures[:2]), backward_input_s=float(figures[2]), backward_weight_s=float(figures[3]))
-                for figures in zip(forward[row], backward[row], parts[0][row], parts[1][row], strict=True)
+                StageCost(float(f), float(b), backward_input_s=float(i), backward_weight_s=float(w))
+                for f, b, i, w in zip(forward[row], backward[row], parts[0][row], parts[1][row], strict=True)
             ]
             transfers = [
                 Transfer(one.source, one.target, float(there[row]), float(back[row]))
@@ -300,9 +300,9 @@ class Replayer:
                 for owners in sorted({owners for owners in owners_of if len(owners) > 1}):
                     rows = np.array([one == owners for one in owners_of])
                     for line in range(layout.num_lines):
-                        places = {int(self.places[owner]) for owner in owners}
-                        link = layout.link(line, *sorted(places))
-                        shared[line][np.ix_(rows, owners)] += link.all_reduce_time(parameter.bytes, len(places))
+                        ranks = {int(self.places[owner]) for owner in owners}
+                        link = layout.link(line, *sorted(ranks))
+                        shared[line][np.ix_(rows, owners)] += link.all_reduce_time(parameter.bytes, len(ranks))
             seconds = seconds + shared.max(axis=0)
         if setting.stages_per_rank > 1:
             on_rank = np.zeros((len(edges), setting.num_places))
