@@ -35,6 +35,10 @@ class Constants:
 
     matmul_fp32: float
     """Share of the fp32 peak that a large matmul reaches."""
+    matmul_fp32_matrix: float
+    """The same where fp32 runs on matrix units."""
+    misaligned: float
+    """Rate of a matmul on tensor cores whose rows are no multiple of 16 bytes."""
     matmul_tensor: float
     """Share of the tensor cores' measured best (or of 0.8 of their peak) that a large matmul reaches."""
     tile_128x128: float
@@ -61,6 +65,8 @@ class Constants:
     host_forward_s: float
     host_backward_s: float
     """What the host needs to launch one operator; the device waits where its kernels are shorter."""
+    host_collective_s: float
+    """The same for a collective: the call, its events and streams."""
     collective: float
     """Share of the link's large-message rate that a collective over many ranks reaches."""
     collective_base_s: float
@@ -96,6 +102,13 @@ class Rates:
     """Precision -> FLOP/s of dense matmuls."""
     best_matmul: float
     """Share of the 16-bit peak that the best matmul reached where somebody measured it."""
+    best_fp32: float
+    """Share of the fp32 peak that large matmuls reached where somebody measured it; 0 where nobody did."""
+    best_bandwidth: float
+    """Of the memory bandwidth, likewise."""
+    matrix_fp32: bool
+    older_kernels: float
+    """Share of the tensor peak for attention kernels of the generation before."""
     bandwidth: float
     processors: int
     constants: Constants
@@ -116,10 +129,19 @@ class Rates:
             name=name,
             peaks=tuple(peaks.items()),
             best_matmul=share,
+            best_fp32=_share(entry, "best_fp32", peaks["fp32"]),
+            best_bandwidth=_share(entry, "best_bandwidth", float(entry["bandwidth"]["value"])),
+            matrix_fp32=bool(entry.get("matrix_fp32", False)),
+            older_kernels=float(entry.get("older_kernels", {"value": 1.0})["value"]),
             bandwidth=float(entry["bandwidth"]["value"]),
             processors=int(entry["processors"]["value"]),
             constants=fitted or constants(),
         )
+
+    @property
+    def moved_per_s(self) -> float:
+        """Bytes a second of a large elementwise kernel."""
+        return self.bandwidth * (self.best_bandwidth or self.constants.bandwidth)
 
     def with_constants(self, fitted: Constants) -> Rates:
         return replace(self, constants=fitted)
@@ -137,22 +159,23 @@ class Rates:
 
     def kernel_seconds(
         self, kernel: Kernel, precision: Precision = "fp32", *, tp: int = 1, sequence_parallel: bool = False,
-        fused: bool = False,
+        fused: bool = False, native_attention: bool = False,
     ) -> float:  # fmt: skip
         """Seconds of one kernel on one of `tp` ranks.
 
         `fused`: elementwise chains run as one kernel, as a compiler or hand-written kernels make them.
+        `native_attention`: fused attention is written for this generation of devices, not for the one before.
         """
         c = self.constants
         narrow = 0.5 if precision not in ("fp32", "tf32") else 1.0
         width = 1 - kernel.float32_share * (1 - narrow)
         if kernel.kind in ("matmul", "attention"):
-            return self._arithmetic(kernel, precision, tp, width)
+            return self._arithmetic(kernel, precision, tp, width, native_attention)
         share = 1 / tp if kernel.sharded or sequence_parallel else 1.0
         if fused and not kernel.fused_launches:
             return 0.0
         moved = (kernel.fused_bytes if fused else kernel.moved_bytes) * width * share
-        rate = self.bandwidth * c.bandwidth
+        rate = self.moved_per_s
         if kernel.kind == "softmax":
             rate *= c.softmax
         elif kernel.kind == "norm":
@@ -168,10 +191,11 @@ class Rates:
         c = self.constants
         base = precision.removesuffix("-mixed")
         if base == "fp32" or (base == "tf32" and "tf32" not in dict(self.peaks)):
-            return self.peak("fp32") * c.matmul_fp32
+            default = c.matmul_fp32_matrix if self.matrix_fp32 else c.matmul_fp32
+            return self.peak("fp32") * (self.best_fp32 or default)
         return self.peak(base) * self.best_matmul * c.matmul_tensor
 
-    def _arithmetic(self, kernel: Kernel, precision: Precision, tp: int, width: float) -> float:
+    def _arithmetic(self, kernel: Kernel, precision: Precision, tp: int, width: float, native_attention: bool) -> float:
         c = self.constants
         batch, m, n, k = kernel.shape
         extra = 0.0
@@ -186,22 +210,28 @@ class Rates:
             )  # fmt: skip
         divided = tp if kernel.split else 1
         moved = kernel.moved_bytes * width / divided
-        memory_s = moved / (self.bandwidth * c.bandwidth) + c.bandwidth_ramp_s
+        memory_s = moved / self.moved_per_s + c.bandwidth_ramp_s
         if kernel.kind == "attention":
             share = (
                 c.attention_backward if kernel.flops > 2.2 * 2 * batch * divided * m * n * k else c.attention_forward
             )
-            rate = self._achieved(precision)
+            rate = self._achieved(precision) * (1.0 if native_attention else self.older_kernels)
             return c.launch_s + max(memory_s, kernel.flops / divided / (rate * share))
         if precision == "fp8":
-            extra = 3 * batch * (m * k + k * n) / (self.bandwidth * c.bandwidth)
+            extra = 3 * batch * (m * k + k * n) / self.moved_per_s
         rate = self._achieved(precision) * (c.batched if batch > 1 else 1.0)
+        if precision != "fp32" and (n % 8 or k % 8):
+            rate *= c.misaligned
         return c.launch_s + max(memory_s, matmul_seconds(batch, m, n, k, rate, self.processors, c)) + extra
 
     # -- collectives
 
     def host_seconds(self, num_kernels: float, backward: bool) -> float:
         return num_kernels * (self.constants.host_backward_s if backward else self.constants.host_forward_s)
+
+
+def _share(entry: dict[str, Any], name: str, peak: float) -> float:
+    return float(entry[name]["value"]) / peak if name in entry else 0.0
 
 
 @functools.lru_cache(maxsize=100_000)

@@ -59,6 +59,8 @@ class Layout:
     """Gradients are reduced while the last micro-batch's backward runs, sharded parameters gathered ahead."""
     fused: bool = False
     """Elementwise chains run as one kernel (torch.compile, or hand-written kernels)."""
+    native_attention: bool = True
+    """Fused attention is written for the device's generation (FlashAttention 3 or cuDNN on Hopper and later)."""
     gradient_bytes: float | None = None
     """Width of a gradient element as it is reduced; None: 4 in fp32 and tf32, else 2."""
     per_node: int | None = None
@@ -157,7 +159,7 @@ class Planner:
         self.network = Network(self.intra, self.inter, self.rates.constants)
 
     def layer(self, work: LayerWork, layout: Layout) -> LayerSeconds:
-        key = (id(work), layout.tp, layout.sequence_parallel, layout.fused, layout.recompute == "selective")
+        key = (id(work), layout.tp, layout.sequence_parallel, layout.fused, layout.native_attention)
         if key not in self._priced:
             self._priced[key] = self._price(work, layout)
         return self._priced[key]
@@ -176,11 +178,15 @@ class Planner:
                     tp=layout.tp,
                     sequence_parallel=layout.sequence_parallel,
                     fused=layout.fused,
+                    native_attention=layout.native_attention,
                 )
                 for kernel in kernels
             )
             launches = sum(kernel.fused_launches if layout.fused else 1 for kernel in kernels)
             return seconds, self.rates.host_seconds(launches, backward)
+
+        def with_collectives(pair: tuple[float, float], count: int) -> tuple[float, float]:
+            return pair[0], pair[1] + (count * self.rates.constants.host_collective_s if layout.tp > 1 else 0.0)
 
         narrow = self._narrow(work)
         reduce = [
@@ -188,7 +194,9 @@ class Planner:
             for sizes in (work.forward_reduces, work.backward_reduces)
         ]
         flops = sum(kernel.flops for kernel in (*work.forward, *work.backward))
-        forward, backward, again = sums(False), sums(True), sums(False, again=True)
+        forward = with_collectives(sums(False), len(work.forward_reduces))
+        backward = with_collectives(sums(True), len(work.backward_reduces))
+        again = sums(False, again=True)
         return LayerSeconds(forward, backward, sums(True, weight=True)[0], again, reduce[0], reduce[1], flops)
 
     def _narrow(self, work: LayerWork) -> float:
@@ -255,15 +263,20 @@ class Planner:
         self, layers: Sequence[LayerWork], priced: Sequence[LayerSeconds], start: int, stop: int, layout: Layout
     ) -> StageTime:
         own = priced[start:stop]
-        forward = _longer(one.forward for one in own)
-        backward = _longer(one.backward for one in own)
+        forward_reduce, backward_reduce = (
+            sum(one.forward_reduce_s for one in own),
+            sum(one.backward_reduce_s for one in own),
+        )
+        forward = _longer(own, "forward", forward_reduce)
+        backward = _longer(own, "backward", backward_reduce)
         again = 0.0
-        tp_s = sum(one.forward_reduce_s + one.backward_reduce_s for one in own)
+        tp_s = forward_reduce + backward_reduce
         if layout.recompute == "full":
             again = forward
-            tp_s += sum(one.forward_reduce_s for one in own)
+            tp_s += forward_reduce * layout.recompute_share
         elif layout.recompute == "selective":
-            again = _longer(one.again for one in own)
+            again = _longer(own, "again", 0.0)
+        again *= layout.recompute_share
         send = 0.0
         if layout.num_stages > 1:
             same = layout.tp * layout.dp * 2 <= self.per_node
@@ -272,7 +285,6 @@ class Planner:
                     before = layers[place - 1]
                     size = before.output_bytes * self._narrow(before) / layout.tp
                     send += self.network.send_s(size, same)
-        again *= layout.recompute_share
         gather = self._gather(layers[start:stop], forward + backward + again, layout)
         weight = sum(one.weight_s for one in own)
         return StageTime((start, stop), forward, backward, again, tp_s, gather, send, weight)
@@ -321,12 +333,7 @@ class Planner:
             parameters /= layout.dp
         least = 28.0 if self.precision in ("fp32", "tf32", "bf16", "fp16") else 30.0
         moved = least if moved_bytes is None else moved_bytes
-        return (
-            parameters
-            * moved
-            * self.rates.constants.optimizer
-            / (self.rates.bandwidth * self.rates.constants.bandwidth)
-        )
+        return parameters * moved * self.rates.constants.optimizer / self.rates.moved_per_s
 
 
 @dataclass(frozen=True)
@@ -344,7 +351,8 @@ class LayerSeconds:
 
     @property
     def total_s(self) -> float:
-        return max(self.forward) + max(self.backward) + self.forward_reduce_s + self.backward_reduce_s
+        forward = max(self.forward[0] + self.forward_reduce_s, self.forward[1])
+        return forward + max(self.backward[0] + self.backward_reduce_s, self.backward[1])
 
 
 def training_step(
@@ -438,13 +446,14 @@ def _parts(seconds: Sequence[float], limit: float, num_stages: int) -> tuple[int
     return tuple(cuts)
 
 
-def _longer(pairs: object) -> float:
-    """Device or host, whichever takes longer over all of them: kernels queue up while the host is ahead."""
-    device = host = 0.0
-    for first, second in pairs:  # type: ignore[attr-defined]
-        device += first
-        host += second
-    return max(device, host)
+def _longer(layers: Sequence[LayerSeconds], part: str, reduce_s: float) -> float:
+    """Device or host, whichever takes longer over all layers, less the reductions, which are counted apart.
+
+    Kernels queue up while the host is ahead; where it is behind, the device waits.
+    """
+    device = sum(getattr(layer, part)[0] for layer in layers)
+    host = sum(getattr(layer, part)[1] for layer in layers)
+    return float(max(device, host - reduce_s))
 
 
 def replaced(layout: Layout, **changes: object) -> Layout:

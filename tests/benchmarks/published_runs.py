@@ -29,6 +29,7 @@ class Software:
     overlap: bool = True
     gradient_bytes: float | None = None
     sequence_parallel: bool = False
+    native_attention: bool = True
     dropout: bool = True
     default_recompute: str = "none"
     microbatch: int = 0
@@ -47,9 +48,9 @@ SOFTWARE = {
     "megatron_bridge": Software(fused=True, flash=True, gradient_bytes=4, sequence_parallel=True, dropout=False),
     "nemo_long_seq": Software(fused=True, flash=True, gradient_bytes=4, sequence_parallel=True, dropout=False),
     "simumax_b200": Software(fused=True, flash=True, gradient_bytes=4, sequence_parallel=True, dropout=False),
-    "mosaic_mpt": Software(flash=True, dropout=False),
-    "torchtitan": Software(fused=True, flash=True, sequence_parallel=True, dropout=False),
-    "fms_fsdp": Software(fused=True, flash=True, dropout=False),
+    "mosaic_mpt": Software(flash=True, native_attention=False, dropout=False),
+    "torchtitan": Software(fused=True, flash=True, native_attention=False, sequence_parallel=True, dropout=False),
+    "fms_fsdp": Software(fused=True, flash=True, native_attention=False, dropout=False),
     "internevo_7b_scaling": Software(flash=True, gradient_bytes=2, dropout=False),
     "neusight_e2e": Software(),
 }
@@ -268,6 +269,7 @@ def _run(source: str, row: Row, software: Software) -> Run | None:
         cuts=even_cuts(layers, pp * (vpp if schedule_of(row) == "interleaved" else 1), True),
         overlap=software.overlap,
         fused=software.fused,
+        native_attention=software.native_attention,
         gradient_bytes=software.gradient_bytes,
         per_node=int(number(row, "gpus_per_node") or 8),
     )

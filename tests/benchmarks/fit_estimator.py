@@ -1,0 +1,257 @@
+"""Fit the constants of partitioner/estimator.toml over published measurements: all sources at once.
+
+    python tests/benchmarks/fit_estimator.py --truth DIR [--write] [--rounds 3] [--most 60]
+
+Each source counts the same, whatever its number of rows; no constant belongs to a row, a model, a device or a source.
+Half of the rows (by the digits of their ids) are fitted, the other half is only reported. The objective is the mean over
+sources of the mean |log(predicted / measured)|, each row counted for at most 0.5, plus a weak pull to the starting
+values, so that a constant that nothing determines stays what physics suggests. Coordinate search with shrinking steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from capacity import Predictor, sources, split_of
+from published_runs import rows_of
+
+import partitioner
+from partitioner.rates import Constants, Network, Rates, constants, toml_constants
+from partitioner.specs import known_device
+from partitioner.work import Kernel
+
+START: dict[str, tuple[float, float, float]] = {
+    # start, least, most: what is physically possible
+    "matmul_fp32": (0.85, 0.5, 1.0),
+    "matmul_fp32_matrix": (0.65, 0.4, 1.0),
+    "misaligned": (0.5, 0.2, 1.0),
+    "matmul_tensor": (0.9, 0.6, 1.0),
+    "tile_128x128": (0.95, 0.7, 1.0),
+    "tile_128x64": (0.8, 0.5, 1.0),
+    "tile_64x64": (0.55, 0.3, 1.0),
+    "depth_ramp": (64, 0, 512),
+    "batched": (0.85, 0.3, 1.0),
+    "attention_forward": (0.75, 0.3, 1.0),
+    "attention_backward": (0.6, 0.2, 1.0),
+    "convolution": (0.6, 0.2, 1.0),
+    "bandwidth": (0.85, 0.5, 1.0),
+    "bandwidth_ramp_s": (1e-6, 1e-7, 2e-5),
+    "softmax": (0.8, 0.3, 1.5),
+    "norm": (0.8, 0.3, 1.5),
+    "launch_s": (3e-6, 1e-6, 1e-5),
+    "host_forward_s": (2e-5, 3e-6, 1e-4),
+    "host_backward_s": (1.5e-5, 3e-6, 1e-4),
+    "host_collective_s": (1e-4, 1e-5, 1e-3),
+    "collective": (1.0, 0.5, 1.2),
+    "collective_base_s": (3e-5, 1e-6, 2e-4),
+    "collective_rank_s": (6e-6, 1e-7, 5e-5),
+    "network": (0.8, 0.3, 1.0),
+    "network_base_s": (2e-5, 1e-6, 5e-4),
+    "overlap": (0.8, 0.0, 1.0),
+    "straggler": (0.005, 0.0001, 0.05),
+    "optimizer": (1.3, 1.0, 6.0),
+    "step_base_s": (0.005, 0.0001, 0.05),
+}
+
+Part = tuple[str, Callable[[Predictor], float], float]
+"""Source, prediction, measurement."""
+
+
+def kernel_parts(path: Path, most: int, wanted: Callable[[str], bool]) -> list[Part]:
+    """Single fp32 kernels."""
+    names = {
+        "NVIDIA A100 80GB PCIe": "A100-PCIe-80GB", "NVIDIA A100-PCIE-40GB": "A100-PCIe-40GB", "NVIDIA L4": "L4",
+        "Tesla T4": "T4", "Tesla P100-PCIE-16GB": "P100", "Tesla V100-PCIE-32GB": "V100-PCIe", "Tesla P4": "P4",
+        "NVIDIA H100 80GB HBM3": "H100",
+    }  # fmt: skip
+    kinds = {"ln": "norm", "softmax": "softmax", "elem": "elementwise"}
+    parts: dict[str, list[Part]] = defaultdict(list)
+    for row in rows_of(path):
+        if row["gpu"] not in names or not wanted(row["row_id"]):
+            continue
+        device, seconds = names[row["gpu"]], float(row["latency_ms"]) / 1e3
+        if row["op"] in ("linear", "bmm"):
+            b, m, n, k = (float(row[name]) for name in "BMNK")
+            moved = 4 * b * (m * k + k * n + m * n)
+            kernel = Kernel("matmul", row["op"], 2 * b * m * n * k, moved, 1.0, (b, m, n, k))
+        else:
+            size = 4 * float(row["B"]) * float(row["H"])
+            tensors = 3 if row["op_name"] in ("add", "mul", "div", "pow") else 2
+            kernel = Kernel(kinds[row["op"]], row["op_name"], 0.0, tensors * size, 1.0)  # type: ignore[arg-type]
+        parts[f"op {row['op']}"].append((f"op {row['op']}", _kernel(kernel, device), seconds))
+    return [part for group in parts.values() for part in _thinned(group, most)]
+
+
+def _kernel(kernel: Kernel, device: str) -> Callable[[Predictor], float]:
+    rates = Rates.of(device)
+    return lambda predictor: rates.with_constants(predictor.fitted).kernel_seconds(kernel)
+
+
+def collective_parts(path: Path, most: int, wanted: Callable[[str], bool]) -> list[Part]:
+    """All-reduces within a node with a switch: of 8 V100 that are wired in rings only the whole node is one."""
+    parts: list[Part] = []
+    for number, row in enumerate(rows_of(path)):
+        ranks = int(row["n_gpus"])
+        if row["gpu"].startswith("V100") or not wanted(str(number)):
+            continue
+        _, intra, inter = known_device("A100-80GB" if row["gpu"] == "A100" else "B200")
+        num_bytes, seconds = float(row["bytes"]), float(row["time_us_out_of_place"]) / 1e6
+        parts.append(
+            (
+                "all-reduce",
+                lambda predictor, b=num_bytes, n=ranks, i=intra, e=inter: Network(i, e, predictor.fitted).all_reduce_s(
+                    b, n, n
+                ),
+                seconds,
+            )
+        )
+    return _thinned(parts, most)
+
+
+def step_parts(truth: Path, most: int, wanted: Callable[[str], bool]) -> list[Part]:
+    parts: list[Part] = []
+    for stem, (runs, speedups) in sources(truth).items():
+        group: list[Part] = [
+            (stem, lambda predictor, run=run: predictor.seconds(run), run.measured_s)
+            for run in runs
+            if run.scored and wanted(run.row_id)
+        ]
+        group += [
+            (stem, lambda predictor, one=one: predictor.speedup(one), one.measured)
+            for one in speedups
+            if one.scored and wanted(one.row_id)
+        ]
+        parts += _thinned(group, most)
+    return parts
+
+
+def _thinned(parts: list[Part], most: int) -> list[Part]:
+    if len(parts) <= most:
+        return parts
+    return [parts[k * len(parts) // most] for k in range(most)]
+
+
+def errors(parts: list[Part], fitted: Constants) -> dict[str, list[float]]:
+    predictor = Predictor(fitted)
+    found: dict[str, list[float]] = defaultdict(list)
+    for source, predict, measured in parts:
+        found[source].append(math.log(predict(predictor) / measured))
+    return found
+
+
+def objective(parts: list[Part], fitted: Constants) -> float:
+    found = errors(parts, fitted)
+    fit = statistics.fmean(
+        statistics.fmean(min(abs(one), 0.5) for one in group) + 0.5 * abs(statistics.fmean(group))
+        for group in found.values()
+    )
+    pull = sum(abs(math.log(getattr(fitted, name) / start)) for name, (start, _, _) in START.items() if start)
+    return fit + 0.0005 * pull
+
+
+def search(parts: list[Part], begin: Constants, rounds: int) -> Constants:
+    best, value = begin, objective(parts, begin)
+    steps = dict.fromkeys(START, 0.25)
+    for number in range(rounds):
+        for name, (_, low, high) in START.items():
+            moved = False
+            for sign in (1, -1):
+                changed = min(high, max(low, getattr(best, name) * math.exp(sign * steps[name])))
+                candidate = dataclasses.replace(best, **{name: changed})
+                if changed != getattr(best, name):
+                    other = objective(parts, candidate)
+                    if other < value - 1e-6:
+                        best, value, moved = candidate, other, True
+                        break
+            steps[name] *= 1.3 if moved else 0.5
+        print(f"round {number + 1}: {value:.4f}", flush=True)
+        if max(steps.values()) < 0.01:
+            break
+    return best
+
+
+def table(parts: list[Part], fitted: Constants) -> dict[str, float]:
+    return {
+        source: 100 * statistics.fmean(abs(math.exp(one) - 1) for one in group)
+        for source, group in errors(parts, fitted).items()
+    }
+
+
+def all_parts(truth: Path, most: int, split: str) -> list[Part]:
+    def wanted(row_id: str) -> bool:
+        return split_of(row_id) == split
+
+    parts = step_parts(truth, most, wanted)
+    parts += kernel_parts(truth / "neusight_ops_fp32.csv", 2 * most, wanted)
+    return parts + collective_parts(truth / "vtrain_allreduce_lut.csv", most, wanted)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--truth", type=Path, required=True)
+    parser.add_argument("--write", action="store_true", help="write the constants into the package's estimator.toml")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--most", type=int, default=40, help="rows of a source that are fitted")
+    parser.add_argument("--afresh", action="store_true", help="begin at the starting values, not at the last fit")
+    arguments = parser.parse_args()
+    begun = time.perf_counter()
+    fit_parts = all_parts(arguments.truth, arguments.most, "fit")
+    check_parts = all_parts(arguments.truth, 10**9, "check")
+    begin = dataclasses.replace(constants(), error_band=0.0)
+    if arguments.afresh:
+        begin = Constants(**{name: start for name, (start, _, _) in START.items()})
+    fitted = search(fit_parts, begin, arguments.rounds)
+    ours, others = table(fit_parts, fitted), table(check_parts, fitted)
+    print(f"{'source':44}{'fit %':>8}{'check %':>9}")
+    for source in ours:
+        print(f"{source:44}{ours[source]:8.1f}{others.get(source, math.nan):9.1f}")
+    steps = {source: value for source, value in others.items() if not source.startswith(("op ", "all-reduce"))}
+    spread = [abs(one) for source, group in errors(check_parts, fitted).items() if source in steps for one in group]
+    by_source = [statistics.quantiles([abs(x) for x in group], n=3)[1] for source, group in
+                 errors(check_parts, fitted).items() if source in steps and len(group) > 2]  # fmt: skip
+    band = statistics.fmean(by_source)
+    print(f"band (two of three check rows, mean over sources): {band:.3f}; rows {len(spread)}")
+    for name in START:
+        print(f"  {name} = {getattr(fitted, name):.6g}")
+    print(f"{time.perf_counter() - begun:.0f} s")
+    if arguments.write:
+        write(fitted, ours, others, band)
+
+
+def write(fitted: Constants, ours: dict[str, float], others: dict[str, float], band: float) -> None:
+    path = Path(partitioner.__file__).parent / "estimator.toml"
+    lines = [
+        "# What kernels and collectives achieve of a device's peaks: the same for all devices, models and sources.",
+        "# Written by tests/benchmarks/fit_estimator.py from published measurements; fit and check are halves of the rows.",
+        "",
+        "[constants]",
+        *[f"{name} = {value:.4g}" for name, value in toml_constants(fitted).items()],
+        "",
+        "[fit]",
+        f"# Two of three check rows lie within this, mean over sources.",
+        f"error_band = {band:.3f}",
+        f'date = "{date.today().isoformat()}"',
+        "",
+        "# Mean absolute error in percent of the rows that were fitted, and of those that were not.",
+        *[
+            f'source."{source}" = {{ fit_pct = {ours[source]:.1f}, check_pct = {others[source]:.1f} }}'
+            for source in ours
+            if source in others
+        ],
+    ]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
