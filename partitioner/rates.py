@@ -22,8 +22,11 @@ from partitioner.errors import ArgumentError
 from partitioner.specs import Link, catalog_entry
 from partitioner.work import Kernel
 
-Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16-mixed", "fp16-mixed", "fp8"]
-PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "bf16", "fp16", "bf16-mixed", "fp16-mixed", "fp8")
+Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16-mixed", "fp16-mixed", "fp8", "fp4"]
+PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "bf16", "fp16", "bf16-mixed", "fp16-mixed", "fp8", "fp4")
+
+A100_PER_WATT = 312e12 / 400
+"""FLOP/s a watt of the device that the constants refer to."""
 
 TILES = ((256, 128), (128, 128), (128, 64), (64, 64))
 """Tiles of the result that a matmul is cut into; the fastest one is taken, as the libraries do."""
@@ -39,8 +42,14 @@ class Constants:
     """The same where fp32 runs on matrix units."""
     misaligned: float
     """Rate of a matmul on tensor cores whose rows are no multiple of 16 bytes."""
+    ragged: float
+    """The same where they are, but no multiple of 128 bytes."""
+    fp8_cast: float
+    """Bytes moved an operand's element to scale and narrow it for an fp8 matmul."""
     matmul_tensor: float
     """Share of the tensor cores' measured best (or of 0.8 of their peak) that a large matmul reaches."""
+    power: float
+    """Exponent by which that share falls with the 16-bit peak a watt, of an A100's: clocks drop under load."""
     tile_128x128: float
     tile_128x64: float
     tile_64x64: float
@@ -67,6 +76,8 @@ class Constants:
     """What the host needs to launch one operator; the device waits where its kernels are shorter."""
     host_collective_s: float
     """The same for a collective: the call, its events and streams."""
+    host_microbatch_s: float
+    """The same for a micro-batch: fetching it, the schedule, the loss brought together."""
     collective: float
     """Share of the link's large-message rate that a collective over many ranks reaches."""
     collective_base_s: float
@@ -79,6 +90,8 @@ class Constants:
     """Share of a collective that disappears behind arithmetic where the framework overlaps the two."""
     straggler: float
     """Waiting for the slowest of n replicas, of their step, times log2(n)."""
+    replica_base_s: float
+    """What a step of more than one replica takes beside that: hooks, buckets, a barrier."""
     optimizer: float
     """Times the optimizer's bytes are moved, of the fewest possible."""
     step_base_s: float
@@ -109,6 +122,8 @@ class Rates:
     matrix_fp32: bool
     older_kernels: float
     """Share of the tensor peak for attention kernels of the generation before."""
+    peak_per_watt: float
+    """16-bit FLOP/s a watt."""
     bandwidth: float
     processors: int
     constants: Constants
@@ -124,7 +139,8 @@ class Rates:
             raise ArgumentError(f"{name} has no rates in the catalog: add peak, bandwidth and processors to its entry")
         peaks = {key: float(one["value"]) for key, one in entry["peak"].items()}
         best = entry.get("best_matmul")
-        share = float(best["value"]) / peaks.get("bf16", peaks.get("fp16", 1.0)) if best else 0.8
+        wide = peaks.get("bf16", peaks.get("fp16", peaks["fp32"]))
+        share = float(best["value"]) / wide if best else 0.8
         return cls(
             name=name,
             peaks=tuple(peaks.items()),
@@ -133,6 +149,7 @@ class Rates:
             best_bandwidth=_share(entry, "best_bandwidth", float(entry["bandwidth"]["value"])),
             matrix_fp32=bool(entry.get("matrix_fp32", False)),
             older_kernels=float(entry.get("older_kernels", {"value": 1.0})["value"]),
+            peak_per_watt=wide / float(entry["power_w"]["value"]) if "power_w" in entry else A100_PER_WATT,
             bandwidth=float(entry["bandwidth"]["value"]),
             processors=int(entry["processors"]["value"]),
             constants=fitted or constants(),
@@ -149,7 +166,13 @@ class Rates:
     def peak(self, precision: str) -> float:
         """FLOP/s of dense matmuls; a precision that the device lacks runs at the next wider one's rate."""
         peaks = dict(self.peaks)
-        order = {"fp8": ("fp8", "bf16", "fp16"), "bf16": ("bf16", "fp16"), "fp16": ("fp16",), "tf32": ("tf32",)}
+        order = {
+            "fp4": ("fp4", "fp8", "bf16", "fp16"),
+            "fp8": ("fp8", "bf16", "fp16"),
+            "bf16": ("bf16", "fp16"),
+            "fp16": ("fp16",),
+            "tf32": ("tf32",),
+        }
         for name in (*order.get(precision, ()), "fp32"):
             if name in peaks:
                 return peaks[name]
@@ -193,14 +216,15 @@ class Rates:
         if base == "fp32" or (base == "tf32" and "tf32" not in dict(self.peaks)):
             default = c.matmul_fp32_matrix if self.matrix_fp32 else c.matmul_fp32
             return self.peak("fp32") * (self.best_fp32 or default)
-        return self.peak(base) * self.best_matmul * c.matmul_tensor
+        clock = min(1.0 / c.matmul_tensor, float((self.peak_per_watt / A100_PER_WATT) ** -c.power))
+        return self.peak(base) * self.best_matmul * c.matmul_tensor * clock
 
     def _arithmetic(self, kernel: Kernel, precision: Precision, tp: int, width: float, native_attention: bool) -> float:
         c = self.constants
         batch, m, n, k = kernel.shape
         extra = 0.0
-        if precision == "fp8":
-            precision = "fp8" if kernel.linear else "bf16"
+        if precision in ("fp8", "fp4") and not kernel.linear:
+            precision = "bf16"
         if tp > 1 and kernel.split:
             batch, m, n, k = (
                 (batch / tp, m, n, k) if kernel.split == "batch"
@@ -217,11 +241,11 @@ class Rates:
             )
             rate = self._achieved(precision) * (1.0 if native_attention else self.older_kernels)
             return c.launch_s + max(memory_s, kernel.flops / divided / (rate * share))
-        if precision == "fp8":
-            extra = 3 * batch * (m * k + k * n) / self.moved_per_s
+        if precision in ("fp8", "fp4"):
+            extra = c.fp8_cast * batch * (m * k + k * n) / self.moved_per_s
         rate = self._achieved(precision) * (c.batched if batch > 1 else 1.0)
-        if precision != "fp32" and (n % 8 or k % 8):
-            rate *= c.misaligned
+        if precision != "fp32":
+            rate *= c.misaligned if n % 8 or k % 8 else c.ragged if n % 64 or k % 64 else 1.0
         return c.launch_s + max(memory_s, matmul_seconds(batch, m, n, k, rate, self.processors, c)) + extra
 
     # -- collectives

@@ -232,7 +232,9 @@ class Planner:
 
         parameters = [self._rank_parameters(layers, bounds[r::p], layout) for r in range(p)]
         dp_s = max(self._reduce(count, own_stages, layout) for count, own_stages in zip(parameters, ranks, strict=True))
-        dp_s += self.rates.constants.straggler * math.log2(layout.dp) * m * totals[slowest]
+        if layout.dp > 1:
+            straggler = self.rates.constants.straggler * math.log2(layout.dp)
+            dp_s += straggler * m * totals[slowest] + self.rates.constants.replica_base_s
         optimizer_s = self.optimizer_seconds(max(parameters), layout, optimizer_moved_bytes)
         c = self.rates.constants
         compute_s, recompute_s = part("forward_s") + part("backward_s"), part("recompute_s")
@@ -267,7 +269,7 @@ class Planner:
             sum(one.forward_reduce_s for one in own),
             sum(one.backward_reduce_s for one in own),
         )
-        forward = _longer(own, "forward", forward_reduce)
+        forward = _longer(own, "forward", forward_reduce - self.rates.constants.host_microbatch_s)
         backward = _longer(own, "backward", backward_reduce)
         again = 0.0
         tp_s = forward_reduce + backward_reduce
@@ -287,7 +289,20 @@ class Planner:
                     send += self.network.send_s(size, same)
         gather = self._gather(layers[start:stop], forward + backward + again, layout)
         weight = sum(one.weight_s for one in own)
+        if layout.num_microbatches > 1 and layout.shard != "zero3":
+            backward += self._accumulate(layers[start:stop], layout)
         return StageTime((start, stop), forward, backward, again, tp_s, gather, send, weight)
+
+    def _accumulate(self, layers: Sequence[LayerWork], layout: Layout) -> float:
+        """Adding a micro-batch's gradients to the sum: the sum read and written, the new ones read."""
+        width = self._gradient_bytes(layout)
+        narrow = 4.0 if self.precision in ("fp32", "tf32") else 2.0
+        elements = sum(rank_parameters(work, layout.tp) for work in layers)
+        moved = 2 * width + (0.0 if layout.fused else narrow)
+        return elements * moved / self.rates.moved_per_s
+
+    def _gradient_bytes(self, layout: Layout) -> float:
+        return layout.gradient_bytes or (4.0 if self.precision in ("fp32", "tf32") else 2.0)
 
     def _group(self, layout: Layout) -> int:
         """Ranks of a replica group that sit in one node."""
@@ -314,7 +329,7 @@ class Planner:
         if layout.dp == 1 or layout.shard == "zero3":
             return 0.0
         wide = self.precision in ("fp32", "tf32")
-        width = layout.gradient_bytes or (4.0 if wide else 2.0)
+        width = self._gradient_bytes(layout)
         group = self._group(layout)
         seconds = self.network.all_reduce_s(parameters * width, layout.dp, group)
         if layout.shard != "none":
@@ -403,7 +418,8 @@ def data_parallel_speedup(
     c = network.constants
     reduce_s = network.all_reduce_s(gradient_bytes, ranks, min(ranks, per_node))
     exposed = max(reduce_s - c.overlap * backward_share * single_s, (1 - c.overlap) * reduce_s)
-    return ranks * single_s / (single_s * (1 + c.straggler * math.log2(ranks)) + exposed)
+    together_s = single_s * (1 + c.straggler * math.log2(ranks)) + exposed + c.replica_base_s
+    return ranks * single_s / together_s
 
 
 def rank_parameters(work: LayerWork, tp: int) -> float:

@@ -124,7 +124,9 @@ def device_name(row: Row) -> str:
 
 def precision_of(row: Row) -> str:
     text = row["precision"].lower()
-    if "fp8" in text or "nvfp4" in text:
+    if "fp4" in text:
+        return "fp4"
+    if "fp8" in text:
         return "fp8"
     if text.startswith("fp32"):
         return "fp32"
@@ -236,7 +238,7 @@ def _run(source: str, row: Row, software: Software) -> Run | None:
     recompute, share = recompute_of(row, software)
     kind = "llama" if "llama" in row["arch"] else "bert" if row["arch"] == "bert" else "gpt"
     vocab = int(number(row, "vocab") or 50304)
-    vocab += -vocab % (128 * tp) if tp > 1 else 0
+    vocab += -vocab % (128 * tp) if source != "neusight_e2e" else 0  # padded, as trainers do
     training = "[inf]" not in row["model"]
     dims = Dimensions(
         kind=kind,
@@ -271,7 +273,7 @@ def _run(source: str, row: Row, software: Software) -> Run | None:
         fused=software.fused,
         native_attention=software.native_attention,
         gradient_bytes=software.gradient_bytes,
-        per_node=int(number(row, "gpus_per_node") or 8),
+        per_node=72 if "NVL72" in row["intra_link"] else int(number(row, "gpus_per_node") or 8),
     )
     if layout.num_stages > layers + 3:
         return None
@@ -308,6 +310,7 @@ class Speedup:
     per_node: int
     measured: float
     scored: bool
+    """False: marked by the source, or more than a tenth above linear, which the same share for each cannot be."""
 
 
 PARAMETERS = {
@@ -345,7 +348,8 @@ def speedups_of(path: Path) -> Iterator[Speedup]:
         same = base.get((*_family(row), first), [])
         if not same or samples is None or throughput is None:
             continue
-        rates = sorted(number(one, "samples_per_s") or 0.0 for one in same)
+        mine = [one for one in same if _system(one) == _system(row)] or same
+        rates = sorted(number(one, "samples_per_s") or 0.0 for one in mine)
         rate = rates[len(rates) // 2] / int(first)
         steps = number(row, "n_microbatches") or 1.0
         unit = _per_sample(row)
@@ -362,8 +366,14 @@ def speedups_of(path: Path) -> Iterator[Speedup]:
             ranks=ranks,
             per_node=int(number(row, "gpus_per_node") or 8),
             measured=measured,
-            scored="SUPERLINEAR" not in remark and "OUTLIER" not in remark,
+            scored="SUPERLINEAR" not in remark and "OUTLIER" not in remark and measured <= 1.1 * ranks / int(first),
         )
+
+
+def _system(row: Row) -> str:
+    """The machine that the row's remark names, without its number of devices: "Dell H100 80GB SXM5"."""
+    found = re.search(r"system: ([^;]*)", row["notes"])
+    return re.sub(r"\b\d+x\s*", "", found[1]).strip() if found else ""
 
 
 def _family(row: Row) -> tuple[str, ...]:
@@ -371,13 +381,19 @@ def _family(row: Row) -> tuple[str, ...]:
 
 
 def _per_sample(row: Row) -> float:
-    """What is counted, of one sample: a batch of sentences is given in sentences, its throughput in tokens."""
+    """What is counted, of one sample: batches are given in sentences or clips, throughputs in tokens or frames.
+
+    Lengths of the scripts' defaults: 192 and 384 tokens (Transformer-XL), 25 and 25 words (WMT16), 6.6 s of speech.
+    """
     model = row["model"].lower()
     if row["sample_unit"] == "token":
-        return 192.0 if model.startswith("transformer-xl") else 1.0 if model.startswith("gnmt") else 30.0
+        lengths = {"transformer-xl base": 192.0, "transformer-xl large": 384.0, "gnmt": 50.0}
+        return next((length for name, length in lengths.items() if model.startswith(name)), 1.0)
+    if model.startswith("fastpitch"):
+        return 570.0
     if row["sample_unit"] == "audio sample":
         return 8000.0
-    return 500.0 if row["sample_unit"] == "mel frame" else 1.0
+    return 570.0 if row["sample_unit"] == "mel frame" else 1.0
 
 
 __all__ = ["Run", "Speedup", "replace", "runs_of", "speedups_of"]

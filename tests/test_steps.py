@@ -1,0 +1,151 @@
+"""Steps under a layout: closed forms of schedules, sums of parts, refusals with both numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from partitioner.errors import ArgumentError
+from partitioner.specs import Cluster
+from partitioner.steps import Layout, balanced, data_parallel_speedup, planner, rank_parameters, training_step
+from partitioner.work import Kernel, LayerWork, ModelWork
+
+T = 4096.0
+H = 8192.0
+
+
+def matmul(m: float, n: float, k: float, split: str, weight: bool = False) -> Kernel:
+    return Kernel(
+        "matmul", "mm", 2 * m * n * k, 4 * (m * k + k * n + m * n), 1.0, (1, m, n, k), split, True, weight, True
+    )  # type: ignore[arg-type]
+
+
+LAYER = LayerWork(
+    forward=(matmul(T, 4 * H, H, "n"), matmul(T, H, 4 * H, "k")),
+    backward=(
+        matmul(T, 4 * H, H, "n"),
+        matmul(H, 4 * H, T, "n", True),
+        matmul(T, H, 4 * H, "k"),
+        matmul(4 * H, H, T, "m", True),
+    ),
+    output_bytes=4 * T * H,
+    output_float32_bytes=4 * T * H,
+    parameters=8 * H * H,
+    sharded_parameters=8 * H * H,
+    forward_reduces=(4 * T * H,),
+    backward_reduces=(4 * T * H,),
+)
+WORK = ModelWork(tuple(f"b{k}" for k in range(16)), (1,), ((LAYER,) * 16,))
+
+
+def step(**layout: object):  # type: ignore[no-untyped-def]
+    return training_step(WORK, "A100-80GB", Layout(**layout), precision="bf16")  # type: ignore[arg-type]
+
+
+def test_the_parts_add_up_to_the_step() -> None:
+    whole = step(tp=2, pp=4, dp=4, num_microbatches=8, recompute="full", overlap=False, shard="zero1")
+    names = "compute_s recompute_s tp_s gather_s send_s bubble_s dp_s optimizer_s base_s".split()
+    assert whole.step_s == pytest.approx(sum(getattr(whole, name) for name in names))
+    assert all(getattr(whole, name) > 0 for name in names if name != "gather_s")
+    assert whole.provenance == "estimated" and whole.band > 0
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (4, 4), (8, 32)])
+def test_the_bubble_of_equal_stages_is_p_minus_1_of_m(stages: int, microbatches: int) -> None:
+    one = step(pp=stages, num_microbatches=microbatches)
+    busy = one.compute_s + one.send_s
+    ends = one.stages[0].send_s  # the ends of the pipeline send half as much
+    assert one.bubble_s == pytest.approx((stages - 1) / microbatches * busy, abs=4 * ends)
+
+
+def test_interleaving_divides_the_bubble_by_the_stages_of_a_rank() -> None:
+    plain = step(pp=4, num_microbatches=8)
+    interleaved = step(pp=4, num_microbatches=8, schedule="interleaved", stages_per_rank=4)
+    assert interleaved.bubble_s == pytest.approx(plain.bubble_s / 4, rel=0.05)
+    assert step(pp=4, num_microbatches=8, schedule="zero-bubble").bubble_s < plain.bubble_s
+
+
+def test_full_recomputation_runs_the_forward_again() -> None:
+    never, always = step(recompute="none"), step(recompute="full")
+    assert always.recompute_s == pytest.approx(never.stages[0].forward_s)
+    assert step(recompute="full", recompute_share=0.5).recompute_s == pytest.approx(always.recompute_s / 2)
+    assert step(recompute="selective").recompute_s == 0  # there is nothing but linear layers
+
+
+def test_tensor_parallelism_divides_the_work_and_pays_for_reductions() -> None:
+    alone, split = step(), step(tp=4)
+    assert split.compute_s == pytest.approx(alone.compute_s / 4, rel=0.1)
+    assert alone.tp_s == 0 and split.tp_s > 0
+    assert rank_parameters(LAYER, 4) == LAYER.parameters / 4
+
+
+def test_flops_are_those_of_the_model() -> None:
+    one = step(dp=2, num_microbatches=3)
+    assert one.flops == 2 * 3 * 16 * 6 * LAYER.parameters * T
+
+
+def test_overlap_hides_reductions_and_sharding_divides_the_optimizer() -> None:
+    shown, hidden = step(dp=8, overlap=False), step(dp=8)
+    assert hidden.dp_s < shown.dp_s
+    assert step(dp=8, shard="zero1").optimizer_s == pytest.approx(shown.optimizer_s / 8)
+    assert step(dp=8, shard="zero3").gather_s > 0
+
+
+def test_calibration_multiplies_every_part() -> None:
+    plan = planner(WORK, "A100-80GB", precision="bf16")
+    layout = Layout(pp=2, num_microbatches=4)
+    assert plan.step(layout, calibration=1.5).step_s == pytest.approx(1.5 * plan.step(layout).step_s)
+
+
+def test_a_cluster_brings_its_own_links() -> None:
+    cluster = Cluster.parse("2x4xA100-80GB")
+    slow = cluster.model_copy(update={"inter": cluster.inter.model_copy(update={"seconds": (1e-3, 1.0)})})
+    layout = Layout(dp=8, overlap=False)
+    assert training_step(WORK, slow, layout).dp_s > 2 * training_step(WORK, cluster, layout).dp_s
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=2, max_size=8), st.integers(1, 4))
+def test_balanced_cuts_are_those_of_brute_force(seconds: list[float], stages: int) -> None:
+    stages = min(stages, len(seconds))
+
+    def largest(cuts: tuple[int, ...]) -> float:
+        return max(sum(seconds[a:b]) for a, b in itertools.pairwise((0, *cuts, len(seconds))))
+
+    best = min(largest(cuts) for cuts in itertools.combinations(range(1, len(seconds)), stages - 1))
+    cuts = balanced(seconds, stages)
+    assert len(cuts) == stages - 1
+    assert largest(cuts) == pytest.approx(best)
+
+
+def test_replicas_without_communication_scale_but_for_waiting() -> None:
+    network = planner(WORK, "H100").network
+    free = dataclasses.replace(
+        network, constants=dataclasses.replace(network.constants, straggler=0.0, replica_base_s=0.0, overlap=1.0)
+    )
+    assert data_parallel_speedup(10.0, 1e6, 8, 8, free) == pytest.approx(8)
+    assert data_parallel_speedup(0.01, 1e9, 8, 8, network) < 7
+    assert data_parallel_speedup(1.0, 1e9, 1, 8, network) == 1
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (Layout(pp=32), "16 layers cannot fill 32 stages"),
+        (Layout(tp=0), "tp=0 is impossible"),
+        (Layout(microbatch=0), "a micro-batch of 0 samples"),
+        (Layout(pp=2, cuts=(1, 2)), "2 cuts make 3 stages, not 2"),
+        (Layout(pp=2, stages_per_rank=2), "2 stages a rank need schedule='interleaved', not '1f1b'"),
+    ],
+)
+def test_impossible_layouts_are_refused_with_their_numbers(layout: Layout, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        training_step(WORK, "A100-80GB", layout)
+
+
+def test_an_unknown_precision_is_refused_by_name() -> None:
+    with pytest.raises(ArgumentError, match="precision 'int4' is not known: use fp32, tf32"):
+        planner(WORK, "A100-80GB", precision="int4")  # type: ignore[arg-type]
