@@ -102,6 +102,15 @@ class Clock:
     rank_end_s: Floats
     """[ranks] the end of each rank's last action."""
 
+    @property
+    def period_s(self) -> float:
+        """From step to step where ranks go on to the next without waiting for each other: the longest that one is at
+        work, from its first action to the end of its last.
+        """
+        first = np.full(len(self.rank_end_s), np.inf)
+        np.minimum.at(first, self.ranks, self.start_s)
+        return float((self.rank_end_s - first).max())
+
     @cached_property
     def waits(self) -> list[tuple[Floats, Floats]]:
         """(from, until) by message received: the rank waits for it while it is on its way; no wait where until <= from.
