@@ -1,7 +1,7 @@
 """Score predictions against published measurements: python tests/benchmarks/capacity.py --truth DIR --json out.json
 
-A line a source: rows, mean and median absolute error, bias, Kendall tau within models, seconds taken. With --calibrate a
-source's first run fixes one factor for the others, as a measured run would. --rows FILE writes every row.
+A line a source: rows, mean and median absolute error, bias, Kendall tau over all rows and within a choice of layouts, the
+mean error with one factor a source (calib.), seconds taken. --rows FILE writes every row.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def scores(pairs: Sequence[tuple[float, float, object]]) -> dict[str, float]:
 
 
 def calibrated(pairs: Sequence[tuple[float, float, object]]) -> float:
-    """Mean error where one factor a source was measured on a run: each row in turn is that run, the others are scored."""
+    """Mean error where one factor is known for the source, as from a measured run: its median one."""
     if len(pairs) < 2:
         return math.nan
     logs = [math.log(p / m) for p, m, _ in pairs]

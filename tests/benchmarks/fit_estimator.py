@@ -2,10 +2,11 @@
 
     python tests/benchmarks/fit_estimator.py --truth DIR [--write] [--rounds 3] [--most 60]
 
-Each source counts the same, whatever its number of rows; no constant belongs to a row, a model, a device or a source.
-Half of the rows (by the digits of their ids) are fitted, the other half is only reported. The objective is the mean over
-sources of the mean |log(predicted / measured)|, each row counted for at most 0.7, plus a weak pull to the starting
-values, so that a constant that nothing determines stays what physics suggests. Coordinate search with shrinking steps.
+Each source counts the same, whatever its number of rows; no constant belongs to a row, model, device or source. Half of
+the rows (by the digits of their ids) are fitted, the other half is only reported. The objective is the mean over sources
+of the mean |log(predicted / measured)|, each row counted for at most 0.7, and of half of each source's bias, plus a weak
+pull to the starting values, so that a constant that nothing determines stays what physics suggests. Coordinate search
+with shrinking steps.
 """
 
 from __future__ import annotations
@@ -238,13 +239,13 @@ def write(fitted: Constants, ours: dict[str, float], others: dict[str, float], b
     path = Path(partitioner.__file__).parent / "estimator.toml"
     lines = [
         "# What kernels and collectives achieve of a device's peaks: the same for all devices, models and sources.",
-        "# Written by tests/benchmarks/fit_estimator.py from published measurements; fit and check are halves of the rows.",
+        "# Written by tests/benchmarks/fit_estimator.py from published measurements. fit, check: halves of the rows.",
         "",
         "[constants]",
         *[f"{name} = {value:.4g}" for name, value in toml_constants(fitted).items()],
         "",
         "[fit]",
-        f"# Two of three check rows lie within this, mean over sources.",
+        "# Two of three check rows lie within this, mean over sources.",
         f"error_band = {band:.3f}",
         f'date = "{date.today().isoformat()}"',
         "",
