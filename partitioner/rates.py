@@ -22,6 +22,9 @@ from partitioner.errors import ArgumentError
 from partitioner.specs import Link, catalog_entry
 from partitioner.work import Kernel
 
+Attention = Literal["flash1", "flash2", "flash3"]
+"""Dao 2022, Dao 2023; Shah 2024 or cuDNN, written for Hopper and later."""
+
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16-mixed", "fp16-mixed", "fp8", "fp4"]
 PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "bf16", "fp16", "bf16-mixed", "fp16-mixed", "fp8", "fp4")
 
@@ -61,6 +64,8 @@ class Constants:
     attention_forward: float
     attention_backward: float
     """Share of the tensor peak of fused attention."""
+    flash1: float
+    """Rate of the first generation of fused attention, of the second's."""
     convolution: float
     bandwidth: float
     """Share of the memory bandwidth that a large kernel reaches."""
@@ -85,6 +90,8 @@ class Constants:
     """Latency of a collective: base + rank x (n - 1)."""
     network: float
     """Share of the network's rate that a collective between nodes reaches."""
+    network_spread: float
+    """Exponent by which that share falls with the number of nodes, of two: rings over many meet in the switches."""
     network_base_s: float
     overlap: float
     """Share of a collective that disappears behind arithmetic where the framework overlaps the two."""
@@ -182,18 +189,18 @@ class Rates:
 
     def kernel_seconds(
         self, kernel: Kernel, precision: Precision = "fp32", *, tp: int = 1, sequence_parallel: bool = False,
-        fused: bool = False, native_attention: bool = False,
+        fused: bool = False, attention: Attention = "flash2",
     ) -> float:  # fmt: skip
         """Seconds of one kernel on one of `tp` ranks.
 
         `fused`: elementwise chains run as one kernel, as a compiler or hand-written kernels make them.
-        `native_attention`: fused attention is written for this generation of devices, not for the one before.
+        `attention`: which generation of fused attention runs.
         """
         c = self.constants
         narrow = 0.5 if precision not in ("fp32", "tf32") else 1.0
         width = 1 - kernel.float32_share * (1 - narrow)
         if kernel.kind in ("matmul", "attention"):
-            return self._arithmetic(kernel, precision, tp, width, native_attention)
+            return self._arithmetic(kernel, precision, tp, width, attention)
         share = 1 / tp if kernel.sharded or sequence_parallel else 1.0
         if fused and not kernel.fused_launches:
             return 0.0
@@ -219,7 +226,7 @@ class Rates:
         clock = min(1.0 / c.matmul_tensor, float((self.peak_per_watt / A100_PER_WATT) ** -c.power))
         return self.peak(base) * self.best_matmul * c.matmul_tensor * clock
 
-    def _arithmetic(self, kernel: Kernel, precision: Precision, tp: int, width: float, native_attention: bool) -> float:
+    def _arithmetic(self, kernel: Kernel, precision: Precision, tp: int, width: float, attention: Attention) -> float:
         c = self.constants
         batch, m, n, k = kernel.shape
         extra = 0.0
@@ -239,7 +246,8 @@ class Rates:
             share = (
                 c.attention_backward if kernel.flops > 2.2 * 2 * batch * divided * m * n * k else c.attention_forward
             )
-            rate = self._achieved(precision) * (1.0 if native_attention else self.older_kernels)
+            rate = self._achieved(precision) * (1.0 if attention == "flash3" else self.older_kernels)
+            rate *= c.flash1 if attention == "flash1" else 1.0
             return c.launch_s + max(memory_s, kernel.flops / divided / (rate * share))
         if precision in ("fp8", "fp4"):
             extra = c.fp8_cast * batch * (m * k + k * n) / self.moved_per_s
@@ -301,9 +309,10 @@ class Network:
         latency = c.collective_base_s + c.collective_rank_s * (within - 1)
         if ranks > within:
             # each rank of a node has its own port; together they carry one ring
-            across = slope(self.inter) * within * c.network
+            nodes = math.ceil(ranks / within)
+            across = slope(self.inter) * within * c.network * (nodes / 2) ** -c.network_spread
             rate = min(rate, across) if within > 1 else across
-            latency += c.network_base_s * math.log2(math.ceil(ranks / within) + 1)
+            latency += c.network_base_s * math.log2(nodes + 1)
         return rounds / 2 * latency + rounds * (ranks - 1) / ranks * num_bytes / rate
 
     def send_s(self, num_bytes: float, same_node: bool) -> float:

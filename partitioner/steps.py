@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from partitioner.errors import ArgumentError
-from partitioner.rates import PRECISIONS, Constants, Network, Precision, Rates
+from partitioner.rates import PRECISIONS, Attention, Constants, Network, Precision, Rates
 from partitioner.specs import Cluster, Link, known_device
 from partitioner.work import LayerWork, ModelWork
 
@@ -59,8 +59,8 @@ class Layout:
     """Gradients are reduced while the last micro-batch's backward runs, sharded parameters gathered ahead."""
     fused: bool = False
     """Elementwise chains run as one kernel (torch.compile, or hand-written kernels)."""
-    native_attention: bool = True
-    """Fused attention is written for the device's generation (FlashAttention 3 or cuDNN on Hopper and later)."""
+    attention: Attention = "flash2"
+    """Which fused attention runs where the model has one; torch's own is the second generation's."""
     gradient_bytes: float | None = None
     """Width of a gradient element as it is reduced; None: 4 in fp32 and tf32, else 2."""
     per_node: int | None = None
@@ -159,7 +159,7 @@ class Planner:
         self.network = Network(self.intra, self.inter, self.rates.constants)
 
     def layer(self, work: LayerWork, layout: Layout) -> LayerSeconds:
-        key = (id(work), layout.tp, layout.sequence_parallel, layout.fused, layout.native_attention)
+        key = (id(work), layout.tp, layout.sequence_parallel, layout.fused, layout.attention)
         if key not in self._priced:
             self._priced[key] = self._price(work, layout)
         return self._priced[key]
@@ -178,7 +178,7 @@ class Planner:
                     tp=layout.tp,
                     sequence_parallel=layout.sequence_parallel,
                     fused=layout.fused,
-                    native_attention=layout.native_attention,
+                    attention=layout.attention,
                 )
                 for kernel in kernels
             )

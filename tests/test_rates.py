@@ -79,7 +79,7 @@ def test_a_ring_all_reduce_is_latency_and_twice_the_data() -> None:
     within = c.collective_base_s + c.collective_rank_s * 7
     assert network.all_reduce_s(8e9, 8, 8) == pytest.approx(within + 2 * 7 / 8 * 8e9 / (100e9 * c.collective))
     ports = min(100e9 * c.collective, 8 * 10e9 * c.network)
-    between = within + c.network_base_s * math.log2(3)
+    between = within + c.network_base_s * math.log2(3)  # two nodes: no spread
     assert network.all_reduce_s(8e9, 16, 8) == pytest.approx(between + 2 * 15 / 16 * 8e9 / ports)
     assert network.all_reduce_s(8e9, 1, 8) == 0
     assert network.all_gather_s(8e9, 8, 8) == pytest.approx(network.all_reduce_s(8e9, 8, 8) / 2)

@@ -29,7 +29,7 @@ class Software:
     overlap: bool = True
     gradient_bytes: float | None = None
     sequence_parallel: bool = False
-    native_attention: bool = True
+    attention: str = "flash2"
     dropout: bool = True
     default_recompute: str = "none"
     microbatch: int = 0
@@ -44,14 +44,22 @@ SOFTWARE = {
     "megatron_a100_2020_2021": MEGATRON_2021,
     "zero_bubble": Software(fused=True, overlap=False, gradient_bytes=4),
     "papers_kort_megascale_llama3_mtnlg_bmtrain": Software(fused=True, gradient_bytes=4),
-    "megatron_h100_readme": Software(fused=True, flash=True, gradient_bytes=4, sequence_parallel=True, dropout=False),
-    "megatron_bridge": Software(fused=True, flash=True, gradient_bytes=4, sequence_parallel=True, dropout=False),
-    "nemo_long_seq": Software(fused=True, flash=True, gradient_bytes=4, sequence_parallel=True, dropout=False),
-    "simumax_b200": Software(fused=True, flash=True, gradient_bytes=4, sequence_parallel=True, dropout=False),
-    "mosaic_mpt": Software(flash=True, native_attention=False, dropout=False),
-    "torchtitan": Software(fused=True, flash=True, native_attention=False, sequence_parallel=True, dropout=False),
-    "fms_fsdp": Software(fused=True, flash=True, native_attention=False, dropout=False),
-    "internevo_7b_scaling": Software(flash=True, gradient_bytes=2, dropout=False),
+    "megatron_h100_readme": Software(
+        fused=True, flash=True, gradient_bytes=4, sequence_parallel=True, dropout=False, attention="flash3"
+    ),
+    "megatron_bridge": Software(
+        fused=True, flash=True, gradient_bytes=4, sequence_parallel=True, dropout=False, attention="flash3"
+    ),
+    "nemo_long_seq": Software(
+        fused=True, flash=True, gradient_bytes=4, sequence_parallel=True, dropout=False, attention="flash3"
+    ),
+    "simumax_b200": Software(
+        fused=True, flash=True, gradient_bytes=4, sequence_parallel=True, dropout=False, attention="flash3"
+    ),
+    "mosaic_mpt": Software(flash=True, attention="flash1", dropout=False),
+    "torchtitan": Software(fused=True, flash=True, sequence_parallel=True, dropout=False),
+    "fms_fsdp": Software(fused=True, flash=True, dropout=False),
+    "internevo_7b_scaling": Software(flash=True, attention="flash1", gradient_bytes=2, dropout=False),
     "neusight_e2e": Software(),
 }
 
@@ -260,7 +268,7 @@ def _run(source: str, row: Row, software: Software) -> Run | None:
         tp=tp,
         pp=pp,
         dp=dp * cp,
-        microbatch=microbatch if whole else microbatch / dp,
+        microbatch=microbatch,
         num_microbatches=round(per_step),
         schedule=schedule_of(row),
         stages_per_rank=vpp if schedule_of(row) == "interleaved" else 1,
@@ -271,7 +279,7 @@ def _run(source: str, row: Row, software: Software) -> Run | None:
         cuts=even_cuts(layers, pp * (vpp if schedule_of(row) == "interleaved" else 1), True),
         overlap=software.overlap,
         fused=software.fused,
-        native_attention=software.native_attention,
+        attention=software.attention,
         gradient_bytes=software.gradient_bytes,
         per_node=72 if "NVL72" in row["intra_link"] else int(number(row, "gpus_per_node") or 8),
     )
