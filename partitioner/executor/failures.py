@@ -12,7 +12,7 @@ from torch import nn
 from partitioner.actions import Action
 from partitioner.errors import PartitionerError, RankError
 from partitioner.executor.mesh import Mesh
-from partitioner.executor.wire import PeerLost, peer_lost
+from partitioner.wire import PeerLost, peer_lost
 
 
 class _Walk(Protocol):
@@ -116,7 +116,7 @@ def _forget_locals(error: BaseException) -> None:
     while found is not None:
         trace = found.__traceback__
         while trace is not None:
-            if trace.tb_frame.f_globals.get("__name__", "").startswith("partitioner.executor"):
+            if trace.tb_frame.f_globals.get("__name__", "").startswith(("partitioner.executor", "partitioner.wire")):
                 with contextlib.suppress(RuntimeError):  # it still runs
                     trace.tb_frame.clear()
             trace = trace.tb_next

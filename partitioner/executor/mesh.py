@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from partitioner.errors import PlanMismatchError, SetupError
-from partitioner.executor.wire import Channel
 from partitioner.plan import Plan
+from partitioner.wire import Channel, End
 
 
 @dataclass
@@ -67,8 +67,11 @@ class Mesh:
         return sorted(rank for stage in stages for rank in self.plan.stages[stage].ranks)
 
     def channel(self, source: int, target: int) -> Channel:
-        """The groups for what goes from one stage of this replica to another."""
-        return Channel(self.control, self.edges.get((source, target)))
+        """How this rank talks to the other one of an edge, which goes from one stage of this replica to another."""
+        peer = self.rank_of(target if source == self.stage else source)
+        group = self.edges.get((source, target))
+        data = None if group is None else End(group, int(peer > self.rank))
+        return Channel(peer, End(self.control, peer), data)
 
     def make_groups(self, owner_sets: Collection[tuple[int, ...]], edges: Collection[tuple[int, int]]) -> None:
         """Make the groups that depend on the model; the same call on all ranks. `edges` are forward: (from, to)."""

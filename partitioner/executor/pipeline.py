@@ -19,13 +19,13 @@ from partitioner.executor.mesh import Mesh
 from partitioner.executor.randomness import Randomness
 from partitioner.executor.recorder import Recorder
 from partitioner.executor.replicas import Replicas
-from partitioner.executor.wire import Receiver, Sender, Tag
 from partitioner.losses import Loss
 from partitioner.microbatches import MicroBatch
 from partitioner.parts import Payload
 from partitioner.schedule import build_schedule, forward_only
 from partitioner.slicing import Slice, SliceRun, backward_through, gradients_of
 from partitioner.structures import map_tensors
+from partitioner.wire import Receiver, Sender, Tag
 
 
 class WholeModel:
@@ -58,10 +58,10 @@ class Pipeline:
         self._randomness, self._recorder, self._replicas = randomness, recorder, replicas
         self.now: Action | None = None
         stage, device = mesh.stage, mesh.device
-        self._from = {s: Receiver(mesh.channel(s, stage), mesh.rank_of(s), device) for s in part.sources}
-        self._to = {t: Sender(mesh.channel(stage, t), mesh.rank_of(t)) for t in part.targets}
-        self._back_from = {t: Receiver(mesh.channel(t, stage), mesh.rank_of(t), device) for t in part.targets}
-        self._back_to = {s: Sender(mesh.channel(stage, s), mesh.rank_of(s)) for s in part.sources}
+        self._from = {s: Receiver(mesh.channel(s, stage), device) for s in part.sources}
+        self._to = {t: Sender(mesh.channel(stage, t)) for t in part.targets}
+        self._back_from = {t: Receiver(mesh.channel(t, stage), device) for t in part.targets}
+        self._back_to = {s: Sender(mesh.channel(stage, s)) for s in part.sources}
         self._runs: dict[int, SliceRun] = {}
         self._roots: dict[int, torch.Tensor] = {}
 
@@ -74,6 +74,8 @@ class Pipeline:
         `outputs` and returns its part of the loss; other stages return None.
         """
         mesh, count = self._mesh, len(microbatches)
+        for receiver in (*self._from.values(), *self._back_from.values()):
+            receiver.expect()
         total: torch.Tensor | None = None
         schedule = mesh.plan.schedule if mesh.num_stages > 1 else "1f1b"  # nothing to fill: hold one micro-batch
         for action in build_schedule(schedule, mesh.num_stages, count)[mesh.stage]:
@@ -95,6 +97,8 @@ class Pipeline:
     def evaluate(self, step: int, microbatches: Sequence[MicroBatch]) -> list[Any]:
         """Forward of all micro-batches; the last stage's outputs."""
         mesh, outputs = self._mesh, []
+        for receiver in self._from.values():
+            receiver.expect()
         for action in forward_only(mesh.num_stages, len(microbatches))[mesh.stage]:
             self.now, k = action, action.microbatch
             outputs.append(self._forward("E", step, k, len(microbatches), microbatches[k]).output)

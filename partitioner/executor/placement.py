@@ -22,10 +22,10 @@ from partitioner.capture import fingerprint
 from partitioner.errors import ArgumentError, PlanMismatchError
 from partitioner.executor.mesh import Mesh
 from partitioner.executor.weights import Weights
-from partitioner.executor.wire import as_bytes
 from partitioner.plan import Plan
 from partitioner.recording import ROOT
 from partitioner.tracing import unwrap
+from partitioner.wire import as_bytes
 
 ModelOrFactory = nn.Module | Callable[[], nn.Module]
 WeightsLike = Mapping[str, torch.Tensor] | str | os.PathLike[str]

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from partitioner.executor.mesh import Mesh
-from partitioner.executor.wire import peer_lost
+from partitioner.wire import peer_lost
 
 BUCKET_BYTES = 25 * 2**20
 """As large as DistributedDataParallel's: large enough for bandwidth, small enough to overlap."""

@@ -1,13 +1,17 @@
-"""Payloads over one directed edge: a preamble of fixed size first, so that no receive is ever of a guessed size.
+"""Payloads over one directed edge, received into buffers that are posted before the payload is sent.
 
-One message, in order on its edge:
+One payload, in order on its edge:
 
-    preamble   8 int64: kind, step, micro-batch, hash and length of the header, number of tensors, 0, 0
-    header     layout of the tensors and the sender's own bytes; left out when the receiver has seen this hash
+    preamble   8 int64: kind, step, micro-batch, hash and length of the header, number of tensors, same layout, 0
     tensors    one message each, as bytes; None and empty tensors send nothing
+    header     layout of the tensors and the sender's own bytes; left out when the receiver has seen this hash
 
-gloo ends the process when a message is larger than the buffer posted for it, and nothing can catch that; so a receive
-is posted only once its size is known. Both sides keep the same few headers, the least recently used one leaves first.
+Both ends know the layout of the last payload, and the receiver posts buffers for the preamble and the tensors of one
+more like it: what is sent then goes straight there. Where the layout is another, a single byte goes into each of those
+buffers, and tensors follow the header, received once their sizes are known. gloo ends the process when a message is
+larger than the buffer posted for it, and nothing can catch that; a shorter one it takes. Over a device's own group,
+which does not, nothing but the preamble is posted ahead. Both sides keep the same few headers, the least recently used
+one leaves first.
 """
 
 from __future__ import annotations
@@ -20,7 +24,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from partitioner.errors import RankError, UnsupportedModelError
 
@@ -42,11 +45,25 @@ class Tag(NamedTuple):
 _KINDS = "FBE"
 
 
-class Channel(NamedTuple):
-    """The process groups of an edge: `control` is gloo; `data` is its own device group, None: all goes over gloo."""
+class End(NamedTuple):
+    """A process group, and the other end's rank in it."""
 
-    control: dist.ProcessGroup | None
-    data: dist.ProcessGroup | None
+    group: Any
+    peer: int
+
+    def send(self, buffer: torch.Tensor) -> Any:
+        return self.group.send([buffer], self.peer, 0)
+
+    def receive(self, buffer: torch.Tensor) -> Any:
+        return self.group.recv([buffer], self.peer, 0)
+
+
+class Channel(NamedTuple):
+    """How an edge talks: `control` is gloo; `data` is its own device group, None: all goes over gloo. `peer`: rank."""
+
+    peer: int
+    control: End
+    data: End | None = None
 
 
 class PeerLost(RankError):
@@ -56,32 +73,41 @@ class PeerLost(RankError):
 class Sender:
     """The near end of an edge. `send` returns at once; buffers are held until their message has left."""
 
-    def __init__(self, channel: Channel, peer: int) -> None:
-        self.peer = peer
+    def __init__(self, channel: Channel) -> None:
+        self.peer = channel.peer
         self._channel = channel
         self._headers = _Headers()
+        self._agreed: list[_Layout | None] = []
         self._posted: deque[tuple[Tag, list[tuple[Any, torch.Tensor]]]] = deque()
 
     def send(self, tag: Tag, header: bytes, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Post one message."""
-        packed = _pack_header(tensors, header)
+        """Post one payload."""
+        layouts = [None if tensor is None else _layout(tensor) for tensor in tensors]
+        packed = _pack_header(layouts, header)
         number, is_new = self._headers.note(packed)
-        fields = [_KINDS.index(tag.kind), tag.step, tag.microbatch, number, len(packed) * is_new, len(tensors), 0, 0]
-        parts = [self._post(torch.tensor(fields, dtype=torch.int64), self._channel.control)]
-        if is_new:
-            parts.append(self._post(torch.frombuffer(bytearray(packed), dtype=torch.uint8), self._channel.control))
-        for tensor in tensors:
-            if tensor is not None and tensor.numel():
-                parts.append(self._post_tensor(tensor))
+        is_same = layouts == self._agreed
+        fields = [_KINDS.index(tag.kind), tag.step, tag.microbatch, number, len(packed) * is_new, len(tensors)]
+        parts = [self._post(torch.tensor([*fields, int(is_same), 0], dtype=torch.int64), self._channel.control)]
+        described = [torch.frombuffer(bytearray(packed), dtype=torch.uint8)] if is_new else []
+        data = [tensor for tensor in tensors if tensor is not None and tensor.numel()]
+        if is_same:
+            parts += [self._post_tensor(tensor) for tensor in data]
+        elif self._channel.data is None:
+            unused = sum(layout is not None and layout.numel > 0 for layout in self._agreed)
+            parts += [self._post(torch.zeros(1, dtype=torch.uint8), self._channel.control) for _ in range(unused)]
+        parts += [self._post(buffer, self._channel.control) for buffer in described]
+        if not is_same:
+            parts += [self._post_tensor(tensor) for tensor in data]
+        self._agreed = layouts
         self._posted.append((tag, parts))
 
     def keep_at_most(self, count: int) -> None:
-        """Wait until no more than `count` messages are under way, so that their buffers do not pile up."""
+        """Wait until no more than `count` payloads are under way, so that their buffers do not pile up."""
         while len(self._posted) > count:
             self._wait_for_oldest()
 
     def release(self, tag: Tag) -> None:
-        """Let go of the buffers up to this message's, which has arrived: an answer to it has come back."""
+        """Let go of the buffers up to this payload's, which has arrived: an answer to it has come back."""
         while any(posted == tag for posted, _ in self._posted):
             self._wait_for_oldest()
 
@@ -95,9 +121,9 @@ class Sender:
             return self._post(flat.cpu(), self._channel.control)
         return self._post(flat, self._channel.data)
 
-    def _post(self, buffer: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[Any, torch.Tensor]:
+    def _post(self, buffer: torch.Tensor, end: End) -> tuple[Any, torch.Tensor]:
         try:
-            return dist.isend(buffer, self.peer, group=group), buffer
+            return end.send(buffer), buffer
         except RuntimeError as error:
             raise peer_lost(self.peer, error) from error
 
@@ -111,30 +137,32 @@ class Sender:
 
 
 class Receiver:
-    """The far end of an edge. `expect` may be called ahead of `receive`, to have the preamble under way early."""
+    """The far end of an edge. `expect` is called ahead of `receive`, to have the next payload under way early."""
 
-    def __init__(self, channel: Channel, peer: int, device: torch.device) -> None:
-        self.peer = peer
+    def __init__(self, channel: Channel, device: torch.device) -> None:
+        self.peer = channel.peer
         self._channel = channel
         self._device = device
         self._headers = _Headers()
-        self._awaited: tuple[Any, torch.Tensor] | None = None
+        self._agreed: list[_Layout | None] = []
+        self._awaited: tuple[_Posted, list[_Posted]] | None = None
 
     def expect(self) -> None:
-        """Say that one more message will come; its preamble is received in the background."""
+        """Say that one more payload will come; it is received in the background, if it is like the last one."""
         if self._awaited is None:
-            self._awaited = self._post(torch.zeros(PREAMBLE_LENGTH, dtype=torch.int64), self._channel.control)
+            preamble = self._post(torch.zeros(PREAMBLE_LENGTH, dtype=torch.int64), self._channel.control)
+            ahead = self._agreed if self._channel.data is None else []
+            self._awaited = preamble, [self._post_tensor(layout) for layout in ahead]
 
     def receive(self, tag: Tag) -> tuple[bytes, list[torch.Tensor | None]]:
-        """The next message: the sender's header bytes and its tensors, on this rank's device.
+        """The next payload: the sender's header bytes and its tensors, on this rank's device.
 
         A RankError when the peer is gone, or has sent something else: then the ranks are not at the same point.
         """
         self.expect()
         assert self._awaited is not None
-        preamble = self._take(self._awaited)
-        self._awaited = None
-        kind, step, microbatch, number, length, num_tensors, _, _ = preamble.tolist()
+        (awaited, posted), self._awaited = self._awaited, None
+        kind, step, microbatch, number, length, num_tensors, is_same, _ = self._take(awaited).tolist()
         came = Tag(_KINDS[kind], step, microbatch)
         if came != tag:
             raise RankError(
@@ -142,6 +170,7 @@ class Receiver:
                 "(train_step, eval_step) in the same order",
                 rank=self.peer,
             )
+        self._take_all(posted)
         packed = self._headers.known(number)
         if length:
             buffer = self._take(self._post(torch.empty(length, dtype=torch.uint8), self._channel.control))
@@ -149,32 +178,41 @@ class Receiver:
             self._headers.note(packed)
         layouts, header = _unpack_header(packed)
         assert len(layouts) == num_tensors
-        return header, [self._receive_tensor(layout) for layout in layouts]
+        if not is_same or self._channel.data is not None:
+            posted = [self._post_tensor(layout) for layout in layouts]
+            self._take_all(posted)
+        self._agreed = layouts
+        return header, [
+            None if layout is None else one.buffer.to(self._device).as_strided(layout.shape, layout.strides)
+            for one, layout in zip(posted, layouts, strict=True)
+        ]
 
-    def _receive_tensor(self, layout: _Layout | None) -> torch.Tensor | None:
+    def _post_tensor(self, layout: _Layout | None) -> _Posted:
+        """A buffer for a tensor on its way; nothing is on its way of one that is None or empty."""
         if layout is None:
-            return None
-        staged = self._channel.data is None
-        device = torch.device("cpu") if staged else self._device
+            return _Posted(None, torch.empty(0))
+        end = self._channel.data or self._channel.control
+        device = torch.device("cpu") if self._channel.data is None else self._device
         flat = torch.empty(layout.numel, dtype=layout.dtype, device=device)
-        if layout.numel:
-            group = self._channel.control if staged else self._channel.data
-            self._take(self._post(flat.view(torch.uint8), group))
-        return flat.to(self._device).as_strided(layout.shape, layout.strides)
+        return self._post(flat.view(torch.uint8), end)._replace(buffer=flat) if layout.numel else _Posted(None, flat)
 
-    def _post(self, buffer: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[Any, torch.Tensor]:
+    def _post(self, buffer: torch.Tensor, end: End) -> _Posted:
         try:
-            return dist.irecv(buffer, self.peer, group=group), buffer
+            return _Posted(end.receive(buffer), buffer)
         except RuntimeError as error:
             raise peer_lost(self.peer, error) from error
 
-    def _take(self, posted: tuple[Any, torch.Tensor]) -> torch.Tensor:
-        work, buffer = posted
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise peer_lost(self.peer, error) from error
-        return buffer
+    def _take(self, posted: _Posted) -> torch.Tensor:
+        if posted.work is not None:
+            try:
+                posted.work.wait()
+            except RuntimeError as error:
+                raise peer_lost(self.peer, error) from error
+        return posted.buffer
+
+    def _take_all(self, posted: Sequence[_Posted]) -> None:
+        for one in posted:
+            self._take(one)
 
 
 def peer_lost(peer: int, error: BaseException) -> PeerLost:
@@ -219,14 +257,23 @@ class _Layout(NamedTuple):
         return torch.Size(self.shape).numel()
 
 
-def _pack_header(tensors: Sequence[torch.Tensor | None], header: bytes) -> bytes:
-    layouts = [
-        None
-        if tensor is None
-        else (list(tensor.shape), dense_strides(tensor), str(tensor.dtype).removeprefix("torch."))
-        for tensor in tensors
+class _Posted(NamedTuple):
+    """A receive under way; `work` is None where nothing is."""
+
+    work: Any
+    buffer: torch.Tensor
+
+
+def _layout(tensor: torch.Tensor) -> _Layout:
+    return _Layout(tuple(tensor.shape), dense_strides(tensor), tensor.dtype)
+
+
+def _pack_header(layouts: Sequence[_Layout | None], header: bytes) -> bytes:
+    described = [
+        None if layout is None else (layout.shape, layout.strides, str(layout.dtype).removeprefix("torch."))
+        for layout in layouts
     ]
-    layout = json.dumps(layouts, separators=(",", ":")).encode()
+    layout = json.dumps(described, separators=(",", ":")).encode()
     return len(layout).to_bytes(8, "little") + layout + header
 
 

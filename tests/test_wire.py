@@ -8,14 +8,17 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_pool import RankPool, RanksFailed, join_group
 
 from partitioner.errors import RankError, UnsupportedModelError
-from partitioner.executor.wire import NUM_HEADERS_KEPT, Channel, Receiver, Sender, Tag, dense_strides
+from partitioner.wire import NUM_HEADERS_KEPT, Channel, End, Receiver, Sender, Tag, dense_strides
 
-CONTROL = Channel(None, None)
+
+def channel(peer: int) -> Channel:
+    return Channel(peer, End(dist.group.WORLD, peer))
 
 
 def samples() -> list[list[torch.Tensor | None]]:
@@ -35,7 +38,7 @@ def samples() -> list[list[torch.Tensor | None]]:
 def exchange(rounds: int) -> list[tuple[bytes, list[torch.Tensor | None]]]:
     rank, _ = join_group()
     got = []
-    sender, receiver = Sender(CONTROL, 1), Receiver(CONTROL, 0, torch.device("cpu"))
+    sender, receiver = Sender(channel(1)), Receiver(channel(0), torch.device("cpu"))
     for step in range(rounds):
         for k, tensors in enumerate(samples()):
             tag = Tag("F", step, k)
@@ -63,10 +66,37 @@ def test_every_dtype_and_layout_arrives_unchanged(ranks: RankPool) -> None:
     assert got[3][1][0].is_contiguous(memory_format=torch.channels_last)
 
 
+def test_receives_posted_ahead_take_what_comes_whatever_its_layout(ranks: RankPool) -> None:
+    """The same layout again, another one, the same with another header, fewer, more and larger tensors, none."""
+
+    def many(sizes: list[list[int]], seed: int) -> int:
+        rank, _ = join_group()
+        sender, receiver = Sender(channel(1)), Receiver(channel(0), torch.device("cpu"))
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randint(0, len(sizes), (300,), generator=generator).tolist()
+        ahead = torch.randint(0, 2, (300,), generator=generator).tolist()
+        for k, (which, early) in enumerate(zip(order, ahead, strict=True)):
+            header = f"{k % 3} {k // 40}".encode()
+            if rank == 0:
+                sender.send(Tag("F", 0, k), header, [torch.full((size,), k) for size in sizes[which]])
+                sender.keep_at_most(8)
+                continue
+            got_header, got = receiver.receive(Tag("F", 0, k))
+            assert got_header == header
+            assert [tensor.tolist() for tensor in got if tensor is not None] == [[k] * size for size in sizes[which]]
+            if early and k < 299:
+                receiver.expect()
+        sender.flush()
+        return len(order)
+
+    sizes = [[3, 5], [3, 5], [5, 3], [], [0], [3, 0, 5], [1], [20_000, 3, 3, 3], [8, 9, 1, 0, 2, 70_000]]
+    assert ranks.run(2, many, sizes, 7) == [300, 300]
+
+
 def test_the_headers_kept_on_both_sides_stay_in_step_when_there_are_too_many(ranks: RankPool) -> None:
     def many(order: list[int]) -> list[int]:
         rank, _ = join_group()
-        sender, receiver = Sender(CONTROL, 1), Receiver(CONTROL, 0, torch.device("cpu"))
+        sender, receiver = Sender(channel(1)), Receiver(channel(0), torch.device("cpu"))
         got = []
         for k, length in enumerate(order):
             if rank == 0:
@@ -104,11 +134,11 @@ def test_another_message_than_the_awaited_one_names_both(ranks: RankPool) -> Non
     def mixed() -> None:
         rank, _ = join_group()
         if rank == 0:
-            sender = Sender(CONTROL, 1)
+            sender = Sender(channel(1))
             sender.send(Tag("E", 5, 0), b"", [])
             sender.flush()
         else:
-            Receiver(CONTROL, 0, torch.device("cpu")).receive(Tag("F", 4, 2))
+            Receiver(channel(0), torch.device("cpu")).receive(Tag("F", 4, 2))
 
     with pytest.raises(RanksFailed, match="E0 of step 5 where F2 of step 4"):
         ranks.run(2, mixed)
@@ -119,7 +149,7 @@ def test_a_peer_that_is_killed_is_a_rank_error_at_once(ranks: RankPool) -> None:
         rank, _ = join_group()
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        Receiver(CONTROL, 1, torch.device("cpu")).receive(Tag("B", 0, 0))
+        Receiver(channel(1), torch.device("cpu")).receive(Tag("B", 0, 0))
 
     start = time.monotonic()
     with pytest.raises(RanksFailed) as failure:
@@ -134,7 +164,7 @@ def test_a_peer_that_says_nothing_is_a_rank_error_after_the_timeout(ranks: RankP
     def wait_in_vain() -> None:
         rank, _ = join_group(timeout_s=1.0)
         if rank == 0:
-            Receiver(CONTROL, 1, torch.device("cpu")).receive(Tag("B", 0, 0))
+            Receiver(channel(1), torch.device("cpu")).receive(Tag("B", 0, 0))
         else:
             time.sleep(2)
 
