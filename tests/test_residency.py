@@ -1,0 +1,167 @@
+"""What ranks hold over a step: counted tick by tick, at the peak that memory predicts, and let go of at the end."""
+
+import itertools
+import random
+
+import pytest
+from chains import chain, cluster
+from given import given_plan
+
+from partitioner.errors import ArgumentError
+from partitioner.graph import CostGraph
+from partitioner.memory import stage_memory
+from partitioner.plan import Plan, Stage
+from partitioner.residency import residency
+from partitioner.schedule import placement
+from partitioner.simulator import predict, simulate
+from partitioner.specs import SCHEDULES, Link, Training
+
+LINK = Link.of(0.01, 1e4)
+
+
+def plan_of(profile, *, schedule, cuts, m, pp, dp=1, recompute=()):
+    graph, num_ranks = CostGraph(profile), pp * dp
+    devices = cluster(num_ranks, link=LINK)
+    training = Training(batch_size=m * dp)
+    on = [stage in recompute for stage in range(len(cuts) + 1)]
+    ranks = [tuple(at + pp * k for k in range(dp)) for at in placement(schedule, len(cuts) + 1, pp)]
+    mesh = {"pp": pp, "dp": dp}
+    prediction = predict(
+        graph,
+        devices,
+        training,
+        mesh=mesh,
+        schedule=schedule,
+        num_microbatches=m,
+        cuts=cuts,
+        ranks=ranks,
+        recompute=on,
+    )
+    stages = tuple(
+        Stage(index=k, layers=ids, ranks=ranks[k], recompute=on[k]) for k, ids in enumerate(graph.stage_ids(cuts))
+    )
+    return Plan(
+        profile=profile,
+        cluster=devices,
+        training=training,
+        mesh=mesh,
+        schedule=schedule,
+        num_microbatches=m,
+        stages=stages,
+        prediction=prediction,
+        lower_bound_s=0.0,
+    )
+
+
+def random_plan(rng, schedule):
+    each = {"interleaved": 2, "zero-bubble-v": 2}.get(schedule, 1)
+    pp, dp, m = rng.randint(1, 3), rng.randint(1, 2), rng.randint(1, 6)
+    n = each * pp + rng.randint(0, 3)
+    profile = chain(
+        [rng.uniform(0.5, 1.5) for _ in range(n)],
+        [rng.uniform(1, 3) for _ in range(n)],
+        saved_bytes=[rng.randint(0, 900) for _ in range(n)],
+        tensor_bytes=[rng.randint(1, 90) for _ in range(n)],
+        parameter_bytes=[4 * rng.randint(0, 50) for _ in range(n)],
+        skips=[(0, [n - 1], 70, rng.random() < 0.5)] if n > 2 else [],
+        buffer_bytes=13,
+    )
+    cuts = tuple(sorted(rng.sample(range(1, n), each * pp - 1)))
+    return plan_of(profile, schedule=schedule, cuts=cuts, m=m, pp=pp, dp=dp)
+
+
+def ticks(plan, step, rank):
+    """Bytes at the middle between any two neighbouring ends of spans, summed from scratch each time."""
+    graph = CostGraph(plan.profile)
+    own = [stage for stage in plan.stages if rank in stage.ranks]
+    costs = graph.at(plan.training.batch_size / (plan.num_replicas * plan.num_microbatches))
+    spans = [span for span in step.spans if span.rank == rank and span.kind in ("F", "B", "I", "W", "sync")]
+    edges = sorted({time for span in spans for time in (span.start_s, span.end_s)})
+    found = []
+    for early, late in itertools.pairwise(edges):
+        middle = (early + late) / 2
+        if not early < middle < late:
+            continue
+        total = 13.0
+        for stage in own:
+            first = graph.position[stage.layers[0]]
+            last = first + len(stage.layers)
+            gradients = float(graph.trainable_bytes(first, last))
+            total += float(graph.weight_bytes(first, last)) + gradients
+            total += plan.training.optimizer_bytes * float(graph.trainable_elements(first, last))
+            mine = [span for span in spans if span.stage == stage.index]
+            started = sum(span.kind == "F" and span.start_s <= middle for span in mine)
+            ended = sum(span.kind in ("B", "W") and span.end_s <= middle for span in mine)
+            tensors = float(costs.received(first, last) + costs.sent(first, last))
+            total += (started - ended) * (float(costs.saved_bytes[first:last].sum()) + tensors)
+            running = {span.kind for span in mine if span.start_s <= middle < span.end_s}
+            if running & {"B", "I"}:
+                total += float(costs.received_gradient(first, last) + costs.sent_gradient(first, last))
+            if plan.num_replicas > 1 and (plan.num_stages == 1 or "sync" in running):
+                total += gradients
+        found.append(total)
+    return found
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_peak_is_that_of_a_count_tick_by_tick(schedule):
+    rng = random.Random(21)
+    for _ in range(25):
+        plan = random_plan(rng, schedule)
+        step = simulate(plan)
+        for one in residency(plan, step):
+            assert float(one.total_bytes.max()) == pytest.approx(max(ticks(plan, step, one.rank)))
+            assert one.peak.total == pytest.approx(one.total_bytes.max(), abs=12)
+            assert one.peak_span is None or one.peak_span.rank == one.rank
+            assert all(a <= b for a, b in itertools.pairwise(one.times_s))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble", "zero-bubble-h2"])
+def test_the_peak_is_what_memory_says_of_a_stage(schedule):
+    rng = random.Random(22)
+    for _ in range(25):
+        plan = random_plan(rng, schedule)
+        graph = CostGraph(plan.profile)
+        cuts = [graph.position[stage.layers[0]] for stage in plan.stages[1:]]
+        for one in residency(plan, simulate(plan)):
+            stage = next(stage.index for stage in plan.stages if one.rank in stage.ranks)
+            said = stage_memory(
+                graph,
+                plan.training,
+                plan.cluster.devices[one.rank],
+                cuts=cuts,
+                stage=stage,
+                schedule=schedule,
+                num_microbatches=plan.num_microbatches,
+                num_replicas=plan.num_replicas,
+            )
+            bucket = said.buckets if plan.num_stages > 1 else 0
+            assert one.peak.total == pytest.approx(max(said.total - bucket, one.peak.total * bool(one.peak.buckets)))
+
+
+def test_nothing_of_a_micro_batch_is_left_after_the_step():
+    plan = random_plan(random.Random(23), "interleaved")
+    for one in residency(plan, simulate(plan)):
+        assert one.total_bytes[-1] == pytest.approx(one.total_bytes[0])
+        assert one.items["activations"][-1] == 0
+
+
+def test_a_stage_that_recomputes_holds_inputs_and_one_layer_at_a_time():
+    """Two stages of three layers; tensors of 10 bytes; 100, 200 and 300 saved; stage 0 holds two micro-batches."""
+    profile = chain([1.0] * 6, saved_bytes=[100, 200, 300] * 2, tensor_bytes=10)
+    plain = plan_of(profile, schedule="1f1b", cuts=(3,), m=4, pp=2)
+    again = plan_of(profile, schedule="1f1b", cuts=(3,), m=4, pp=2, recompute=(0,))
+    before, after = (residency(plan, simulate(plan))[0] for plan in (plain, again))
+    assert before.peak.activations == 2 * 600
+    assert after.peak.activations == 2 * (10 + 10)  # what layers 1 and 2 took in; layer 0 had the batch itself
+    # Sent and kept, its gradient, and the third layer's 300 beside its input, less nothing else: it comes last.
+    assert after.peak.workspace == 2 * 10 + 10 + 300
+    assert after.peak_span is not None
+    assert simulate(again).step_s > simulate(plain).step_s
+
+
+def test_a_timeline_of_another_plan_is_refused():
+    plan = given_plan()
+    other = plan_of(chain([1.0] * 4), schedule="1f1b", cuts=(1, 2), m=2, pp=3)
+    with pytest.raises(ArgumentError, match="the timeline has 3 ranks, the plan 2"):
+        residency(plan, simulate(other))
