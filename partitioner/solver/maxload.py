@@ -117,7 +117,7 @@ def place_in_order(loads: Loads, groups: Sequence[Sequence[int]] = ()) -> Placem
         labels = np.array(fewer)[labels]
         merged = loads.merged(labels)
     ideals = down_sets(merged.num_layers, merged.edges, MOST_IDEALS)
-    bound = _average_bound(merged)
+    bound = average_bound(merged)
     found: Placement | None = None
     best = math.inf
     rounds = [sample(merged)] if ideals is None or len(ideals) > SAMPLE else []
@@ -239,17 +239,30 @@ class Search:
             (used, work),
             ([kind.count - n for kind, n in zip(loads.kinds, used, strict=True)], work[-1] - work),
         ):
-            room = sum(n * _exchange(kind, first) for n, kind in zip(devices, loads.kinds, strict=True)) * bound
+            room = bound * sum(n * _exchange(kind, first) for n, kind in zip(devices, loads.kinds, strict=True) if n)
             pays = all(kind.pays or not n for n, kind in zip(devices, loads.kinds, strict=True))
             hopeful &= amount + (alive if pays else 0.0) <= room * (1 + CLOSE)
         return hopeful
 
     def _extend(self, q: int, previous: Floats, later: Ints, bound: float) -> Iterator[tuple[Ints, Floats, Ints]]:
         """(down-sets, their smallest largest load, the down-set before) with one more device of kind `q`, in blocks."""
-        kind, before = self.loads.kinds[q], self.before[q]
-        earlier = np.flatnonzero(previous < bound)
+        for rows, blocks in self.blocks(q, np.flatnonzero(previous < bound), later, bound):
+            values, sources = np.full(len(rows), math.inf), np.zeros(len(rows), dtype=np.int64)
+            for columns, load in blocks:
+                np.maximum(load, previous[columns], out=load)
+                keep_least(values, sources, load, columns)
+            good = values < bound * (1 - CLOSE)
+            yield rows[good], values[good], sources[good]
+
+    def blocks(
+        self, q: int, earlier: Ints, later: Ints, bound: float
+    ) -> Iterator[tuple[Ints, Iterator[tuple[Ints, Floats]]]]:
+        """Loads of a device of kind `q` from earlier to later down-sets, all that could be below `bound` among them:
+        (some of the later ones, (some of the earlier ones, [later, earlier] loads)); inf where there is no such stage.
+        """
         if not len(earlier) or not len(later):
             return
+        kind, before = self.loads.kinds[q], self.before[q]
         # weighed far above any load: a layer of the earlier set that the later does not have
         penalty = 4.0 * (float(before[-1]) + float(self.loads.net_costs.sum()) + 1.0)
         features, weights = self.ideals, np.full(self.loads.num_layers, -penalty)
@@ -258,27 +271,32 @@ class Search:
             _, costs, ends = self._shared
             features, weights = self._with_shared, np.concatenate((weights, -costs))
         least = self.before[0] - bound * _exchange(kind, self.loads.kinds[0]) * (1 + CLOSE)
-        for k in range(0, len(later), ROWS):
-            rows = later[k : k + ROWS]
+
+        def block(rows: Ints) -> Iterator[tuple[Ints, Floats]]:
             low = int(np.searchsorted(self.before[0][earlier], least[rows[0]]))
             high = int(np.searchsorted(earlier, rows[-1]))
-            values, sources = np.full(len(rows), math.inf), np.zeros(len(rows), dtype=np.int64)
             left = features[rows] * weights
             for j in range(low, high, COLUMNS):
                 columns = earlier[j : min(j + COLUMNS, high)]
-                load = left @ features[columns].T.astype(np.float64)
+                load: Floats = left @ features[columns].T.astype(np.float64)
                 load += (before[rows] + ends[rows])[:, None]
                 load += penalty * self.sizes[columns] - before[columns] + ends[columns]
                 if kind.memory_bytes < self.memory[-1]:
                     load[self.memory[rows][:, None] - self.memory[columns] > kind.memory_bytes * (1 + CLOSE)] = math.inf
-                load[columns[None, :] >= rows[:, None]] = math.inf
-                np.maximum(load, previous[columns], out=load)
-                at = np.argmin(load, axis=1)
-                value = load[np.arange(len(rows)), at]
-                better = value < values
-                values[better], sources[better] = value[better], columns[at[better]]
-            good = values < bound * (1 - CLOSE)
-            yield rows[good], values[good], sources[good]
+                load[(columns[None, :] >= rows[:, None]) | (load > penalty / 2)] = math.inf
+                yield columns, load
+
+        for k in range(0, len(later), ROWS):
+            rows = later[k : k + ROWS]
+            yield rows, block(rows)
+
+
+def keep_least(values: Floats, sources: Ints, candidates: Floats, columns: Ints) -> None:
+    """Of [rows, columns] candidates the least of each row, where it is below what the row has."""
+    at = np.argmin(candidates, axis=1)
+    value = candidates[np.arange(len(candidates)), at]
+    better = value < values
+    values[better], sources[better] = value[better], columns[at[better]]
 
 
 def _exchange(kind: Kind, first: Kind) -> float:
@@ -290,10 +308,10 @@ def _exchange(kind: Kind, first: Kind) -> float:
     return float(np.max(ratios[first.times > 0], initial=0.0))
 
 
-def _average_bound(loads: Loads) -> float:
+def average_bound(loads: Loads) -> float:
     """All devices busy all the time, and no layer faster than on its best device."""
     first = loads.kinds[0]
-    rate = sum(kind.count * _exchange(kind, first) for kind in loads.kinds)
+    rate = sum(kind.count * _exchange(kind, first) for kind in loads.kinds if kind.count)
     alone = np.min([kind.times for kind in loads.kinds if kind.count], axis=0)
     return max(float(first.times.sum()) / rate, float(alone.max(initial=0.0)))
 

@@ -26,6 +26,7 @@ from partitioner.solver.chain import Chain, cheapest_split, smallest_bottleneck
 from partitioner.solver.ideals import as_flags
 from partitioner.solver.maxload import Kind, Loads, Placement, place_in_order
 from partitioner.solver.replicated import Boundaries, Slowest, slowest_stage, slowest_stage_of_servers
+from partitioner.solver.scattered import place_anywhere
 from partitioner.solver.servers import Line, Servers, longest_line
 from partitioner.solver.servers import least_step as least_step_over_servers
 from partitioner.solver.sharded import Sharding, Ways, slowest_shard
@@ -368,6 +369,11 @@ def solve_loads(graph: Graph, setting: str, values: dict[str, str], known: dict[
     return _placed(graph, values, place_in_order(loads, groups), in_order=True)
 
 
+def solve_loads_anywhere(graph: Graph, setting: str, values: dict[str, str], known: dict[str, Any]) -> Solved:
+    loads, groups = loads_of(graph, values)
+    return _placed(graph, values, place_anywhere(loads, groups), in_order=False)
+
+
 def _placed(graph: Graph, values: dict[str, str], found: Placement | None, in_order: bool) -> Solved:
     if found is None:
         return None, lambda: math.nan
@@ -447,6 +453,7 @@ SOLVERS: dict[str, Callable[[Graph, str, dict[str, str], dict[str, Any]], Solved
     "piper": solve_piper,
     "dnnp_contig": solve_loads,
     "dnnp_dp_linear": solve_loads,
+    "dnnp_noncontig": solve_loads_anywhere,
 }
 
 if __name__ == "__main__":
