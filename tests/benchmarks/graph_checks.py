@@ -293,3 +293,40 @@ def dapple(graph: Graph, values: dict[str, str], stages: Sequence[dict[str, Any]
         rate = NCCL if sum(count > 0 for count in stage["devices"]) > 1 else NVLINK * max(1, n // 2)
         late = max(late, 2 * (n - 1) / n * size / rate - k * block)
     return (block * (microbatches - 1) + through + late) / sum(work)
+
+
+def latency(graph: Graph, values: dict[str, str], parts: Sequence[tuple[str, Sequence[Any]]]) -> float:
+    """When one request is done: an accelerator's piece runs as a whole, layers on CPUs as soon as they can."""
+    by_id = {node["id"]: node for node in graph["nodes"]}
+    place = {name: k for k, (_, part) in enumerate(parts) for name in part}
+    assert sum(len(part) for _, part in parts) == len(place) == len(by_id), "layers lost or placed twice"
+    kinds = [kind for kind, _ in parts]
+    assert kinds.count("accelerator") <= int(values["k"]) and kinds.count("cpu") <= 1
+    colors: dict[Any, int] = {}
+    for name, node in by_id.items():
+        if node["color_class"] is not None:
+            assert colors.setdefault(node["color_class"], place[name]) == place[name], "a colour class was split"
+    for kind, part in parts:
+        held = sum(by_id[name]["memory_bytes"] for name in part)
+        assert kind == "cpu" or held <= graph["memory_limit_bytes"] * (1 + 1e-9), "memory"
+    block = {name: ("piece", place[name]) if kinds[place[name]] == "accelerator" else ("layer", name) for name in by_id}
+    takes: dict[tuple[str, Any], set[Any]] = {one: set() for one in block.values()}
+    hands: dict[tuple[str, Any], set[Any]] = {one: set() for one in block.values()}
+    for tail, head, _ in graph["edges"]:
+        if block[tail] != block[head]:
+            hands[block[tail]].add(tail)
+            takes[block[head]].add(tail)
+    finish: dict[tuple[str, Any], float] = {}
+    waiting = list(takes)
+    while waiting:
+        ready = [one for one in waiting if all(block[tail] in finish for tail in takes[one])]
+        assert ready, "pieces wait for each other"
+        for one in ready:
+            start = max((finish[block[tail]] for tail in takes[one]), default=0.0)
+            if one[0] == "layer":
+                finish[one] = start + by_id[one[1]]["cpu_time"]
+            else:
+                moved = sum(by_id[tail]["comm_cost"] for tail in takes[one] | hands[one])
+                finish[one] = start + moved + sum(by_id[name]["accelerator_time"] for name in parts[one[1]][1])
+        waiting = [one for one in waiting if one not in finish]
+    return max(finish.values())

@@ -24,6 +24,7 @@ import numpy as np
 
 from partitioner.solver.chain import Chain, cheapest_split, smallest_bottleneck
 from partitioner.solver.ideals import as_flags
+from partitioner.solver.latency import least_latency
 from partitioner.solver.maxload import Kind, Loads, Placement, place_in_order
 from partitioner.solver.replicated import Boundaries, Slowest, slowest_stage, slowest_stage_of_servers
 from partitioner.solver.scattered import place_anywhere
@@ -374,6 +375,16 @@ def solve_loads_anywhere(graph: Graph, setting: str, values: dict[str, str], kno
     return _placed(graph, values, place_anywhere(loads, groups), in_order=False)
 
 
+def solve_latency(graph: Graph, setting: str, values: dict[str, str], known: dict[str, Any]) -> Solved:
+    loads, groups = loads_of(graph, values)
+    found = least_latency(loads, groups)
+    if found is None:
+        return None, lambda: math.nan
+    ids = [node["id"] for node in graph["nodes"]]
+    parts = [(("accelerator", "cpu")[kind], [ids[v] for v in layers]) for kind, layers in found.devices]
+    return (found.load, found.lower_bound), lambda: checks.latency(graph, values, parts)
+
+
 def _placed(graph: Graph, values: dict[str, str], found: Placement | None, in_order: bool) -> Solved:
     if found is None:
         return None, lambda: math.nan
@@ -453,6 +464,7 @@ SOLVERS: dict[str, Callable[[Graph, str, dict[str, str], dict[str, Any]], Solved
     "piper": solve_piper,
     "dnnp_contig": solve_loads,
     "dnnp_dp_linear": solve_loads,
+    "dnnp_latency": solve_latency,
     "dnnp_noncontig": solve_loads_anywhere,
 }
 
