@@ -34,7 +34,7 @@ from partitioner.work import Kernel, KernelKind, LayerWork, ModelWork
 
 aten = torch.ops.aten
 
-_MATMULS = {"mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "_scaled_mm"}
+_MATMULS = {"mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "_scaled_mm", "_grouped_mm"}
 _NORMS = ("layer_norm", "group_norm", "batch_norm", "rms_norm")
 _FREE = {
     "view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", "select", "unsqueeze", "squeeze", "detach",
@@ -103,13 +103,18 @@ def _record(
             moved = MicroBatch(args, kwargs, target, part.samples)
             return _Recorder(model, layers).run(moved, loss_fn, training)
     except (RuntimeError, NotImplementedError, TypeError) as error:
-        if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-            raise UnsupportedModelError(
-                f"the model cannot be followed without its values ({str(error).splitlines()[0]}): "
-                "pass it with real parameters, and it is run once"
-            ) from error
+        _refuse_without_values(model, error)
     with untouched(model):
         return _Recorder(model, layers).run(part, loss_fn, training)
+
+
+def _refuse_without_values(model: nn.Module, error: Exception) -> None:
+    """Nothing where the model is real and can be run instead."""
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        why = (str(error) or type(error).__name__).splitlines()[0]
+        raise UnsupportedModelError(
+            f"the model cannot be followed without its values ({why}): pass it with real parameters, and it is run once"
+        ) from error
 
 
 @contextmanager
@@ -177,9 +182,16 @@ def choose_layers(
 
     handles = [model.get_submodule(path).register_forward_pre_hook(hook(path)) for path in chosen]
     try:
-        with untouched(model), on_meta(model), torch.no_grad(), _PlainAttention():
-            moved = map_tensors((args, kwargs), lambda tensor: tensor.detach().to("meta"))
-            model(*moved[0], **moved[1])
+        try:
+            with untouched(model), on_meta(model), torch.no_grad(), _PlainAttention():
+                moved = map_tensors((args, kwargs), lambda tensor: tensor.detach().to("meta"))
+                model(*moved[0], **moved[1])
+        except (RuntimeError, NotImplementedError, TypeError) as error:
+            _refuse_without_values(model, error)
+            order.clear()
+            calls.clear()
+            with untouched(model), torch.no_grad():
+                model(*args, **kwargs)
     finally:
         for handle in handles:
             handle.remove()
@@ -411,12 +423,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- matmuls and what tensor parallelism makes of them
 
     def matmul(self, func: Any, base: str, args: Any, inputs: list[torch.Tensor], out: torch.Tensor) -> None:
-        left, right = inputs[-2:]
+        left, right = inputs[:2] if base in ("_grouped_mm", "_scaled_mm") else inputs[-2:]
         a, b, c = self.number(left), self.number(right), self.number(out)
         batch = float(math.prod(left.shape[:-2])) if left.dim() > 2 else 1.0
         m, k, n = float(left.shape[-2]), float(left.shape[-1]), float(right.shape[-1])
         weight = b in self.parameters or a in self.parameters
-        bias = self.number(inputs[0]) if len(inputs) == 3 else None
+        bias = self.number(inputs[0]) if base in ("addmm", "baddbmm") else None
         split: Any = ""
         gradient = False
         if left.dim() > 2:

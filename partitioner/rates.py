@@ -223,7 +223,7 @@ class Rates:
         if base == "fp32" or (base == "tf32" and "tf32" not in dict(self.peaks)):
             default = c.matmul_fp32_matrix if self.matrix_fp32 else c.matmul_fp32
             return self.peak("fp32") * (self.best_fp32 or default)
-        clock = min(1.0 / c.matmul_tensor, float((self.peak_per_watt / A100_PER_WATT) ** -c.power))
+        clock = min(1.0, float((self.peak_per_watt / A100_PER_WATT) ** -c.power))
         return self.peak(base) * self.best_matmul * c.matmul_tensor * clock
 
     def _arithmetic(self, kernel: Kernel, precision: Precision, tp: int, width: float, attention: Attention) -> float:

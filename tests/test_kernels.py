@@ -126,6 +126,7 @@ class Decides(nn.Module):
 
 
 def test_a_model_that_decides_by_values_is_run_for_real_or_refused_on_meta() -> None:
+    assert choose_layers(Decides(), torch.zeros(2, 4)) == ("a",)
     work = record_work(Decides(), torch.zeros(2, 4), ("a",), sizes=(2,))
     assert sum(k.flops for k in work.layers_at[0][0].forward if k.kind == "matmul") == 2 * 2 * 4 * 4
     with torch.device("meta"):
