@@ -3,21 +3,23 @@
 import itertools
 import random
 
+import chains
 import pytest
 from longest_path import AS_SENT, longest_path
 
 from partitioner.actions import Action, chain
-from partitioner.clock import StageCost, Transfer
+from partitioner.clock import Replica, StageCost, Transfer, run_clock
 from partitioner.errors import ArgumentError
 from partitioner.graph import CostGraph
 from partitioner.plan import Plan, Stage
 from partitioner.profiles import Layer, LayerCost, Parameter, Profile, Tensor
-from partitioner.schedule import build_schedule, forward_only, in_flight
+from partitioner.schedule import build_schedule, forward_only, in_flight, schedule_table
 from partitioner.simulator import (
     Baseline,
     place,
     predict,
     replay,
+    replica_sync_s,
     simulate,
     single_device,
 )
@@ -47,6 +49,30 @@ def test_four_equal_stages_speed_up_as_published(name, m, speedup, idle):
     step = replay(build_schedule(name, 4, m), [StageCost(1.0 / m, 2.0 / m)] * 4)
     assert 4 * 3.0 / step.step_s == pytest.approx(speedup, abs=5e-5)
     assert step.bubble_fraction == pytest.approx(idle, abs=5e-5)
+
+
+@pytest.mark.parametrize(("p", "m"), [(p, m) for p, m in SIZES if m % p == 0])
+@pytest.mark.parametrize("each", [2, 3])
+def test_interleaved_stages_fill_and_drain_as_many_times_faster(p, m, each):
+    step = replay(build_schedule("interleaved", each * p, m, num_ranks=p), [StageCost(1.0, 2.0)] * (each * p))
+    assert step.step_s == pytest.approx(3.0 * (each * m + p - 1))
+    assert step.bubble_fraction == pytest.approx((p - 1) / (each * m + p - 1))
+
+
+@pytest.mark.parametrize(("p", "m"), [(p, m) for p, m in SIZES if m >= 2 * p - 1])
+@pytest.mark.parametrize(("f", "i", "w"), [(1.0, 1.0, 1.0), (1.0, 1.25, 0.75), (2.0, 2.0, 1.5)])
+def test_zero_bubble_orders_idle_as_their_paper_says(p, m, f, i, w):
+    """(p - 1) (F + I - W) with the memory of 1F1B, (p - 1) (F + I - 2 W) with twice that; nothing where F = I = W."""
+    stages = [StageCost(f, i + w, backward_input_s=i, backward_weight_s=w)] * (2 * p)
+    edges = [Transfer(*edge, 0.0, 0.0) for edge in chain(2 * p)]
+    one = run_clock(schedule_table("zero-bubble", p, m), Replica(tuple(stages[:p]), tuple(edges[: p - 1])))
+    two = run_clock(schedule_table("zero-bubble-h2", p, m), Replica(tuple(stages[:p]), tuple(edges[: p - 1])))
+    assert one.rank_end_s.max() == pytest.approx(m * (f + i + w) + (p - 1) * (f + i - w))
+    assert two.period_s == pytest.approx(m * (f + i + w) + (p - 1) * (f + i - 2 * w))
+    if f == i == w:
+        vee = run_clock(schedule_table("zero-bubble-v", 2 * p, m), Replica(tuple(stages), tuple(edges)))
+        assert vee.period_s == pytest.approx(two.period_s * 2)  # twice the layers
+        assert vee.rank_end_s.max() == pytest.approx(6 * m * f + (p - 1) * f)
 
 
 @pytest.mark.parametrize("slow", range(4))
@@ -348,6 +374,54 @@ def random_case(rng):
     request = {"batch_size": dp * m * rng.randint(1, 3), "m": m, "dp": dp, "schedule": rng.choice(NAMES)}
     request["cuts"] = tuple(sorted(rng.sample(range(1, n), p - 1)))
     return profile, cluster, request
+
+
+def test_running_a_part_of_the_model_is_a_loss_of_its_own():
+    """2 stages of 2 s there and 2 s back, 8 micro-batches, and 0.5 s more on each forward: 8 x 0.5 s a device."""
+    profile, cluster = profile_of([1.0] * 4), cluster_of(2)
+    plain = prediction_of(profile, cluster, batch_size=8, cuts=(2,), m=8)
+    found = prediction_of(profile.model_copy(update={"slicing_s": 0.5}), cluster, batch_size=8, cuts=(2,), m=8)
+    assert found.lost.slicing * found.step_s == pytest.approx(8 * 0.5)
+    assert found.lost.imbalance == pytest.approx(0.0)
+    assert found.lost.small_microbatch == pytest.approx(0.0)
+    assert found.lost.fill_drain * found.step_s == pytest.approx(plain.lost.fill_drain * plain.step_s + 0.5)
+    assert found.lost.total == pytest.approx(1 - found.efficiency)
+    assert plain.lost.slicing == 0
+
+
+def test_running_layers_again_is_a_loss_of_its_own():
+    """The first of two equal stages recomputes: its backwards take 2 s longer, which the other stage waits for."""
+    profile, cluster = profile_of([1.0] * 4), cluster_of(2)
+    plain = prediction_of(profile, cluster, batch_size=8, cuts=(2,), m=8)
+    found = prediction_of(profile, cluster, batch_size=8, cuts=(2,), m=8, recompute=[True, False])
+    assert [stage.backward_s for stage in found.stages] == pytest.approx([plain.stages[0].backward_s + 2.0, 4.0])
+    assert found.lost.recompute * found.step_s == pytest.approx(8 * 2.0)
+    assert found.lost.imbalance == pytest.approx(0.0)
+    assert found.lost.total == pytest.approx(1 - found.efficiency)
+    both = prediction_of(profile, cluster, batch_size=8, cuts=(2,), m=8, recompute=[True, True])
+    assert both.step_s == pytest.approx((8 + 1) * (6.0 + 2.0))
+    split = prediction_of(
+        profile, cluster, batch_size=8, cuts=(2,), m=8, recompute=[True, True], schedule="zero-bubble"
+    )
+    assert split.step_s == pytest.approx(8 * 8.0 + 1 * (2.0 + 4.0 - 2.0))  # forwards again belong to I
+
+
+def test_replicas_of_a_whole_model_reduce_buckets_under_their_last_backward():
+    """Four layers of 1 s back each; gradients of 30, 30, 0 and 30 MiB; an all-reduce takes 0.1 s a MiB.
+
+    The last layer's bucket goes out after 1 s and is through after 4 s; then comes that of layer 1, ready after 3 s,
+    until 7 s; then that of layer 0, ready after 4 s, until 10 s: 6 s after the backward.
+    """
+    mib = 2**20
+    profile = chains.chain([0.5] * 4, [1.0] * 4, parameter_bytes=[30 * mib, 30 * mib, 0, 30 * mib])
+    link = Link(sizes_bytes=(0, mib), seconds=(0.0, 0.1))
+    assert replica_sync_s(CostGraph(profile), link, 1, 2, 1.0) == pytest.approx(6.0)
+    assert replica_sync_s(CostGraph(profile), link, 1, 2, 0.25) == pytest.approx(3.0)  # only the last bucket shows
+    assert replica_sync_s(CostGraph(profile), link, 1, 1, 1.0) == 0
+    small = Link(sizes_bytes=(0, mib), seconds=(0.0, 0.001))
+    found = prediction_of(profile, cluster_of(2, link=small), batch_size=2, cuts=(), m=1, dp=2)
+    assert found.step_s == pytest.approx(6.0 + 0.03)
+    assert found.lost.sync * (found.step_s + found.optimizer_s) == pytest.approx(0.03)
 
 
 def test_the_parts_of_lost_efficiency_add_up_and_those_of_each_stage_too():
