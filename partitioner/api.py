@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, cast
 
@@ -26,12 +25,11 @@ from partitioner.microbatches import Cutter, MicroBatch, as_call
 from partitioner.plan import Plan
 from partitioner.profiler import profile as measure
 from partitioner.profiles import Profile
+from partitioner.progress import Progress, portion, shown
 from partitioner.selfcheck import check_split
 from partitioner.solver import solve
 from partitioner.specs import Cluster, Device, Training, optimizer_state_bytes, parse_bytes
 from partitioner.tracing import unwrap
-
-Progress = Callable[[str, float], None]
 
 
 def partition(
@@ -109,8 +107,7 @@ def partition(
             pin=dict(pin or {}),
             batch_dim=batch_dim,
         )
-        tell, close = _progress(progress)
-        try:
+        with shown(progress) as tell:
             if profile is None:
                 measured = measure(
                     model,
@@ -124,18 +121,16 @@ def partition(
                     num_threads=_threads_of_a_rank(cluster) if device.type == "cpu" else None,
                     trace_dir=trace_dir,
                     seed=seed,
-                    progress=tell,
+                    progress=portion(tell, 0.0, 0.75),
                 )
             else:
                 measured = profile if isinstance(profile, Profile) else Profile.load(profile)
                 _check_fits(model, measured)
-            plan = solve(measured, cluster, training)
+            plan = solve(measured, cluster, training, progress=portion(tell, 0.75, 0.9))
             if check == "first" and not any(parameter.is_meta for parameter in model.parameters()):
-                tell("checking the slices", 0.95)
+                tell("checking the slices", 0.9)
                 whole = MicroBatch(args, kwargs, example_target, samples)
                 plan = _checked(plan, model, whole, Loss(model, loss_fn, loss_weight), seed, notes)
-        finally:
-            close()
         return plan.model_copy(update={"why": (*plan.why, *notes)})
 
     _refuse_too_many_ranks(num_devices(gpus))
@@ -283,18 +278,3 @@ def _told_inputs(model: nn.Module) -> tuple[Any, str]:
         f"the inputs of {type(model).__name__} cannot be told: pass one batch, "
         f"partition(model, example_inputs, gpus=...), a tensor, a tuple of arguments or a dict of keyword arguments"
     )
-
-
-def _progress(progress: bool | Progress | None) -> tuple[Progress, Callable[[], None]]:
-    """What to tell while working: a bar on stderr where that is a terminal, nothing elsewhere."""
-    if callable(progress):
-        return progress, lambda: None
-    if progress is False or (progress is None and not sys.stderr.isatty()):
-        return (lambda what, share: None), (lambda: None)
-    from rich.console import Console
-    from rich.progress import Progress as Bar
-
-    bar = Bar(console=Console(stderr=True), transient=True)
-    task = bar.add_task("", total=1.0)
-    bar.start()
-    return (lambda what, share: bar.update(task, description=what, completed=share)), bar.stop

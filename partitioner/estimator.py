@@ -10,7 +10,7 @@ Every figure is an estimate within `error_band` (rates.constants().error_band), 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from partitioner.kernels import choose_layers, on_meta, record_work
 from partitioner.losses import LossFunction
 from partitioner.microbatches import Cutter, as_call
 from partitioner.profiles import Layer, LayerCost, Profile, Tensor
+from partitioner.progress import Progress, shown
 from partitioner.rates import Precision
 from partitioner.restore import untouched
 from partitioner.specs import OPTIMIZER_BYTES
@@ -44,7 +45,7 @@ def estimate(
     optimizer: str = "adamw",
     fused: bool = False,
     hardware: str | None = None,
-    progress: Callable[[str, float], None] | None = None,
+    progress: bool | Progress | None = None,
 ) -> Profile:
     """Costs of every layer on a device that need not be here. The model may live on meta, and is left as it was.
 
@@ -53,7 +54,6 @@ def estimate(
     chains run as one kernel (torch.compile). `microbatch_sizes`: samples; None: an eighth and a half of the batch.
     Each layer's spread is the error band of the constants, times its seconds.
     """
-    tell = progress or (lambda what, share: None)
     model = unwrap(model)
     args, kwargs = as_call(example_inputs)
     cutter = Cutter(batch_dim)
@@ -61,22 +61,22 @@ def estimate(
     wanted = {max(1, batch // 8), max(1, batch // 2)} if microbatch_sizes is None else set(microbatch_sizes)
     sizes = tuple(sorted(wanted))
     part = cutter.cut(args, kwargs, example_target, max(1, batch // sizes[-1]))[0]
-    tell("following the forward", 0.0)
-    captured = _captured(model, part.args, part.kwargs, max_share)
-    tell("recording kernels", 0.4)
-    work = record_work(
-        model,
-        example_inputs,
-        [layer.id for layer in captured.layers],
-        loss_fn=loss_fn,
-        example_target=example_target,
-        batch_dim=batch_dim,
-    )
-    prices = planner(work, device, precision=precision, hardware=hardware)
-    tell("pricing", 0.9)
-    layers = _layers(captured, work, prices, sizes, fused)
+    with shown(progress) as tell:
+        tell("following the forward", 0.0)
+        captured = _captured(model, part.args, part.kwargs, max_share)
+        tell("recording kernels", 0.4)
+        work = record_work(
+            model,
+            example_inputs,
+            [layer.id for layer in captured.layers],
+            loss_fn=loss_fn,
+            example_target=example_target,
+            batch_dim=batch_dim,
+        )
+        prices = planner(work, device, precision=precision, hardware=hardware)
+        tell("pricing", 0.9)
+        layers = _layers(captured, work, prices, sizes, fused)
     recorded = part.samples
-    tell("done", 1.0)
     narrow = prices.precision not in ("fp32", "tf32")
     return Profile(
         model=captured.model,

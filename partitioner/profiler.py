@@ -30,6 +30,7 @@ from partitioner.losses import Loss, LossFunction
 from partitioner.microbatches import Cutter, MicroBatch, as_call
 from partitioner.parts import Payload
 from partitioner.profiles import Layer, LayerCost, Profile, Tensor
+from partitioner.progress import Progress, shown
 from partitioner.restore import ModelState, untouched
 from partitioner.slicing import Slice, SliceRun
 from partitioner.structures import map_tensors, tensors_in
@@ -59,7 +60,7 @@ def profile(
     whole_step: bool = True,
     trace_dir: str | os.PathLike[str] | None = None,
     seed: int = 0,
-    progress: Callable[[str, float], None] | None = None,
+    progress: bool | Progress | None = None,
 ) -> Profile:
     """Measured costs of every layer; the model is left as it was.
 
@@ -67,7 +68,8 @@ def profile(
     the parameters are; a model elsewhere (meta included) is brought there one layer at a time.
     `microbatch_sizes`: samples; None: an eighth and a half of the batch, two or more. `max_share`: see `capture`.
     `num_threads`: CPU threads that one rank will have. `whole_step`: also time the unsliced model.
-    `trace_dir`: write a torch.profiler trace of one pass, its ranges named by layer. `progress(what, share)`.
+    `trace_dir`: write a torch.profiler trace of one pass, its ranges named by layer.
+    `progress`: as for `partition`.
     """
     model = unwrap(model)
     where = _device_of(model, device)
@@ -78,10 +80,9 @@ def profile(
     cut = [cutter.cut(args, kwargs, example_target, batch // size)[0] for size in sizes]
     parts = {part.samples: part for part in cut}
     on_meta = any(parameter.is_meta for parameter in model.parameters())
-    tell = progress or (lambda what, share: None)
     loss = Loss(model, loss_fn, None) if loss_fn is not None or not on_meta else Loss(model, None, None)
     threads = torch.get_num_threads() if num_threads is None else num_threads
-    with _threads(threads), untouched(model):
+    with shown(progress) as tell, _threads(threads), untouched(model):
         torch.manual_seed(seed)
         captures = _captures(model, parts, max_share, on_meta)
         sizes = tuple(captures)
@@ -100,7 +101,6 @@ def profile(
             tell("checking against whole steps", 0.9)
             step_s = _whole_steps(model, parts, sizes, loss, where)
         optimizer_s = _optimizer_seconds(model, optimizer, where)
-    tell("done", 1.0)
     layers = _layers(captures, probes)
     sums = [sum(layer.costs[k].forward_s + layer.costs[k].backward_s for layer in layers) for k in range(len(sizes))]
     last = captures[sizes[-1]]
@@ -368,7 +368,7 @@ def _measure(
     probes: list[_Probe],
     device: torch.device,
     everywhere: bool,
-    tell: Callable[[str, float], None],
+    tell: Progress,
 ) -> None:
     clock = _Clock(device)
     if not everywhere:

@@ -18,6 +18,7 @@ from partitioner.executor import launch, materialize
 from partitioner.losses import Loss, LossFunction, LossWeight
 from partitioner.microbatches import Cutter, MicroBatch, as_call
 from partitioner.plan import Plan
+from partitioner.progress import Progress, shown
 from partitioner.report.blocks import Facts, Page, Prose
 from partitioner.restore import untouched
 from partitioner.selfcheck import worst_difference
@@ -124,11 +125,13 @@ def verify(
     steps: int = 5,
     learning_rate: float = 0.01,
     seed: int = 0,
+    progress: bool | Progress | None = None,
 ) -> Verification:
     """Run `steps` steps of SGD on the plan's ranks and on one device, and compare; the model is left as it was.
 
     `example_inputs`: one batch of the plan's batch size (a smaller one is repeated to that size). A model that draws
     random numbers is compared in eval mode, which the result says. The ranks are processes of this machine.
+    `progress`: as for `partition`.
     """
     if steps < 2:
         raise ArgumentError(f"steps={steps}: verify needs 2 or more, the first one warms up")
@@ -143,15 +146,27 @@ def verify(
     args, kwargs, target = _of_size(args, kwargs, example_target, plan, cutter)
     loss = Loss(model, loss_fn, loss_weight)
     notes: list[str] = []
-    with as_it_was(model):
+    with shown(progress) as tell, as_it_was(model):
+        tell("starting the ranks", 0.0)
         if _is_random(model, MicroBatch(args, kwargs, target, plan.training.batch_size), loss):
             model.eval()
             notes.append("the model draws random numbers in training (dropout), so both sides ran in eval mode")
         ranks = launch(
             on_rank, plan, plan, model, args, kwargs, target, loss_fn, loss_weight, steps, learning_rate, seed
         )
+        tell("running one device", _share_of_ranks(plan, steps))
         single = on_one_device(plan, model, args, kwargs, target, loss, cutter, steps, learning_rate)
     return compared(plan, ranks, single, steps, tuple(notes))
+
+
+START_S = 8.0
+"""What starting rank processes takes, about: they import torch."""
+
+
+def _share_of_ranks(plan: Plan, steps: int) -> float:
+    """The part of the whole time that the ranks' steps take, as predicted; one device runs three steps more."""
+    ranks_s = START_S + steps * (plan.prediction.step_s + plan.prediction.optimizer_s)
+    return ranks_s / (ranks_s + (steps + 3) * plan.prediction.single_device_s)
 
 
 def _of_size(

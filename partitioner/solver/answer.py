@@ -6,6 +6,7 @@ from partitioner.errors import InfeasibleError
 from partitioner.graph import CostGraph
 from partitioner.plan import Alternative, Plan, Stage
 from partitioner.profiles import Profile
+from partitioner.progress import Progress, shown
 from partitioner.simulator import predict, single_device
 from partitioner.solver.explain import reasons
 from partitioner.solver.problem import Found
@@ -17,7 +18,9 @@ from partitioner.specs import Cluster, Training
 MOST_RUNNERS_UP = 5
 
 
-def solve(profile: Profile, cluster: Cluster, training: Training) -> Plan:
+def solve(
+    profile: Profile, cluster: Cluster, training: Training, *, progress: bool | Progress | None = None
+) -> Plan:
     """The plan with the least simulated step + optimizer time whose every rank fits its memory.
 
     Searched are all meshes that use as many devices as the layers and the batch allow, every micro-batch count that
@@ -30,11 +33,13 @@ def solve(profile: Profile, cluster: Cluster, training: Training) -> Plan:
     """
     graph = CostGraph(profile)
     check_request(graph, cluster, training)
-    for meshes in mesh_levels(graph, cluster, training):
-        searched = search(graph, cluster, training, meshes)
-        if searched.found:
-            return _plan(graph, cluster, training, searched)
-    raise InfeasibleError(shortage(graph, cluster, training))
+    with shown(progress) as tell:
+        for meshes in mesh_levels(graph, cluster, training):
+            searched = search(graph, cluster, training, meshes, tell)
+            if searched.found:
+                return _plan(graph, cluster, training, searched)
+        tell("finding what is short", 0.9)
+        raise InfeasibleError(shortage(graph, cluster, training))
 
 
 def _plan(graph: CostGraph, cluster: Cluster, training: Training, searched: Searched) -> Plan:

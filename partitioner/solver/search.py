@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from partitioner.graph import CostGraph
+from partitioner.progress import Progress
 from partitioner.solver.layout import Layout, Ranks, Site
 from partitioner.solver.problem import CLOSE, Found, Problem
 from partitioner.solver.settings import Kind, Setting, pinned_positions, settings
@@ -30,7 +31,13 @@ class Searched:
     """Settings looked at of which no split fits."""
 
 
-def search(graph: CostGraph, cluster: Cluster, training: Training, meshes: list[tuple[int, int]]) -> Searched:
+def search(
+    graph: CostGraph,
+    cluster: Cluster,
+    training: Training,
+    meshes: list[tuple[int, int]],
+    tell: Progress = lambda what, share: None,
+) -> Searched:
     """The best split of every setting that could be the best of all, by lower bound: best first, until none is left.
 
     A setting waits with its quick bound, comes back with its tight one, and is solved when that is the smallest of all;
@@ -48,7 +55,7 @@ def search(graph: CostGraph, cluster: Cluster, training: Training, meshes: list[
             problem = Problem(graph, cluster, training, setting, possible, layouts[setting.ranks])
             waiting.append(Waiting(problem.quick_s(), len(waiting), False, problem))
     unfit: list[Setting] = []
-    found, lower_bound_s = _race(waiting, unfit)
+    found, lower_bound_s = _race(waiting, unfit, tell=tell)
     rivals = _rivals(found, waiting)
     return Searched(tuple(sorted(found + rivals, key=Found.rank)), lower_bound_s, tuple(unfit))
 
@@ -62,14 +69,23 @@ class Waiting(NamedTuple):
     problem: Problem
 
 
-def _race(waiting: list[Waiting], unfit: list[Setting], *, thorough: bool = True) -> tuple[list[Found], float]:
+def _race(
+    waiting: list[Waiting],
+    unfit: list[Setting],
+    *,
+    thorough: bool = True,
+    tell: Progress = lambda what, share: None,
+) -> tuple[list[Found], float]:
     """Solve in the order of bounds; leaves in `waiting` what cannot win, and adds to `unfit` what does not fit."""
     heapq.heapify(waiting)
     found: list[Found] = []
     beaten: list[Waiting] = []
     lower, best = math.inf, math.inf
+    num_settings = len(waiting)
     while waiting and waiting[0].bound_s <= best * (1 + CLOSE):
         bound_s, number, is_tight, problem = heapq.heappop(waiting)
+        open_still = 1 + sum(one.bound_s <= best for one in waiting)
+        tell(f"solving, {open_still} of {num_settings} settings left", 1 - open_still / num_settings)
         if bound_s >= best * (1 - problem.slack) and _no_simpler(problem, found):
             beaten.append(Waiting(bound_s, number, is_tight, problem))
         elif not is_tight:
