@@ -119,6 +119,7 @@ def _forget_locals(error: BaseException) -> None:
             if trace.tb_frame.f_globals.get("__name__", "").startswith(("partitioner.executor", "partitioner.wire")):
                 with contextlib.suppress(RuntimeError):  # it still runs
                     trace.tb_frame.clear()
+                    _ = trace.tb_frame.f_locals  # brings the frame's own copy of them up to date, where it has one
             trace = trace.tb_next
         found = found.__cause__ or found.__context__
 
