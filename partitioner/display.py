@@ -43,9 +43,9 @@ class ShownPlan(Shown):
         """The step of every rank as predicted, and a measured one (`stage.timeline()`) below on the same scale."""
         return _figure("plot_timeline", self, measured=measured, ax=ax)
 
-    def plot_memory(self, *, ax: Axes | None = None) -> Figure:
-        """Memory of a rank of each stage at its peak by item, against its limit."""
-        return _figure("plot_memory", self, ax=ax)
+    def plot_memory(self, *, over_time: bool = False, ax: Axes | None = None) -> Figure:
+        """Memory of a rank of each stage at its peak by item, against its limit; or of each rank over the step."""
+        return _figure("plot_memory", self, over_time=over_time, ax=ax)
 
     def plot_efficiency(self, *, ax: Axes | None = None) -> Figure:
         """The waterfall: from all devices' time down to what does the model's work."""

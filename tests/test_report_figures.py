@@ -20,6 +20,7 @@ from partitioner.graph import CostGraph
 from partitioner.plan import MemoryItems, Plan
 from partitioner.report.palette import MEMORY_ROLES, ROLES, stage_shade
 from partitioner.report.plan_parts import stage_limit
+from partitioner.residency import residency
 from partitioner.simulator import simulate
 
 mpl.use("agg")
@@ -53,6 +54,16 @@ def test_memory_is_its_items_and_the_limit() -> None:
     (limits,) = [lines for lines in figure.axes[0].collections if len(lines.get_paths()) == PLAN.num_stages]
     drawn = [path.vertices[0][0] for path in limits.get_paths()]
     assert drawn == pytest.approx([stage_limit(PLAN, k) / 2**30 for k in range(PLAN.num_stages)])
+
+
+def test_memory_over_time_is_each_ranks() -> None:
+    figure = PLAN.plot_memory(over_time=True)
+    held = residency(PLAN, simulate(PLAN))
+    for line, one in zip(figure.axes[0].lines, held, strict=True):
+        assert max(line.get_ydata()) == pytest.approx(one.total_bytes.max() / 2**30)
+        assert line.get_xdata()[:-1] == pytest.approx(1e3 * one.times_s)
+    (image,) = LARGE.plot_memory(over_time=True).axes[0].images
+    assert image.get_array().shape[0] == 64
 
 
 def test_the_waterfall_ends_at_the_efficiency() -> None:

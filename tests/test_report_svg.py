@@ -10,10 +10,12 @@ from parsed_html import Parsed
 
 from partitioner.graph import CostGraph
 from partitioner.plan import Plan
-from partitioner.report import gantt_svg, graph_svg
+from partitioner.report import gantt_svg, graph_svg, memory_svg
 from partitioner.report.palette import STAGES
 from partitioner.report.svg import INNER, LEFT, round_steps
+from partitioner.residency import Residency, residency
 from partitioner.simulator import simulate
+from partitioner.specs import format_bytes
 from partitioner.timeline import Span, Timeline
 
 PLANS = {
@@ -136,3 +138,36 @@ def test_axis_steps_are_round_and_few() -> None:
         steps = round_steps(end)
         assert 3 <= len(steps) <= 9
         assert steps[-1] <= end * (1 + 1e-9)
+
+
+def test_memory_lanes_reach_their_peaks_and_start_from_what_is_always_held() -> None:
+    plan = drawn_plan(memory_bytes=2**29)
+    timeline = simulate(plan)
+    held = residency(plan, timeline)
+    svg = memory_svg.memory_svg(plan, held, end_s=timeline.step_s)
+    parsed = Parsed(svg)
+    tracks, areas, always, limits = (
+        [given for _, given in parsed.tags if given.get("class") == name]
+        for name in ("track", "held", "always", "limit")
+    )
+    for one, track, area, base, limit in zip(held, tracks, areas, always, limits, strict=True):
+        bottom = float(track["y"] or 0) + float(track["height"] or 0)
+        ys = [float(y) for y in re.findall(r"V([\d.]+)", area["d"] or "")]
+        limit_y = float(re.split("[ h]", limit["d"] or "")[1])
+        assert (bottom - min(ys)) / (bottom - limit_y) == pytest.approx(peak_of(one) / 2**29, rel=2e-3)
+        assert float(base["height"] or 0) / (bottom - limit_y) == pytest.approx(one.total_bytes.min() / 2**29, rel=2e-3)
+    (said,) = [title for title in parsed.titles if title.startswith("rank 0:")]
+    assert f"at most {format_bytes(peak_of(held[0]))} ({100 * peak_of(held[0]) / 2**29:.1f} % of its limit)" in said
+
+
+def peak_of(one: Residency) -> float:
+    return float(one.total_bytes.max())
+
+
+def test_memory_of_many_moments_keeps_its_peak() -> None:
+    plan = drawn_plan(16, 2, 1024)
+    timeline = simulate(plan)
+    for one in residency(plan, timeline):
+        times, values = memory_svg.envelope(one.times_s, one.total_bytes, timeline.step_s)
+        assert len(times) == len(values) == memory_svg.COLUMNS < len(one.times_s)
+        assert values.max() == one.total_bytes.max()

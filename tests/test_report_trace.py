@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from drawn_plans import drawn_plan
 from test_report_document import slowed
@@ -15,6 +16,7 @@ from test_report_document import slowed
 from partitioner.errors import ArgumentError
 from partitioner.plan import Plan
 from partitioner.report.trace import read, trace
+from partitioner.residency import residency
 from partitioner.simulator import simulate
 
 PLANS = {
@@ -137,3 +139,20 @@ def test_files_that_are_no_measured_step_are_refused(tmp_path: Path) -> None:
 def test_a_plan_that_was_saved_gives_the_same_trace(tmp_path: Path) -> None:
     plan = PLANS["1f1b"]
     assert trace(Plan.model_validate_json(plan.model_dump_json())) == trace(plan)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_counters_follow_the_bytes_of_each_rank(name: str) -> None:
+    plan = PLANS[name]
+    counted: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for event in trace(plan)["traceEvents"]:
+        if event["ph"] == "C":
+            assert event["name"] == f"memory of rank {event['tid']}"
+            counted[event["tid"]].append((event["ts"], event["args"]["bytes"]))
+    for one in residency(plan, simulate(plan)):
+        moments = [at for at, _ in counted[one.rank]]
+        assert moments == sorted(set(moments))
+        assert counted[one.rank][-1][1] == one.total_bytes[-1]
+        for at, held in counted[one.rank][:: len(moments) // 7]:
+            k = int(np.searchsorted(one.times_s, at / 1e6 + 1e-12, side="right")) - 1
+            assert held == one.total_bytes[max(0, k)]

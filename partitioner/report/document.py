@@ -22,10 +22,12 @@ from partitioner.report.gantt_svg import gantt_svg, kinds_in
 from partitioner.report.graph_svg import graph_svg, stage_bounds
 from partitioner.report.html import block_html, style
 from partitioner.report.losses import LOSSES, SMALL, verdict, waterfall
+from partitioner.report.memory_svg import memory_svg
 from partitioner.report.pages import timeline_page
 from partitioner.report.palette import MEMORY_ROLES
 from partitioner.report.svg import key
 from partitioner.report.wording import count, mesh, percent, seconds
+from partitioner.residency import residency
 from partitioner.simulator import predict, simulate
 from partitioner.specs import format_bytes
 from partitioner.timeline import Timeline
@@ -40,7 +42,7 @@ def document(plan: Plan, *, measured: Timeline | None = None) -> str:
         "losses": ("Where the time goes", _losses(plan)),
         "balance": ("Balance of the stages", _balance(plan)),
         "schedule": ("Schedule", _schedule(predicted, measured)),
-        "memory": ("Memory", _memory(plan)),
+        "memory": ("Memory", _memory(plan, predicted)),
         "layers": ("Layers", _layers(plan)),
         "runners-up": ("Runners-up, and why they lost", _runners_up(plan)),
         "provenance": ("Assumptions and provenance", _provenance(plan)),
@@ -152,7 +154,7 @@ def _schedule(predicted: Timeline, measured: Timeline | None) -> str:
     return "".join(parts)
 
 
-def _memory(plan: Plan) -> str:
+def _memory(plan: Plan, predicted: Timeline) -> str:
     rows = []
     for k, stage in enumerate(plan.prediction.stages):
         limit = plan_parts.stage_limit(plan, k)
@@ -171,8 +173,12 @@ def _memory(plan: Plan) -> str:
         for name in type(plan.prediction.stages[0].memory).model_fields
         if any(getattr(stage.memory, name) for stage in plan.prediction.stages)
     ]
+    held = residency(plan, predicted)
+    over_time = memory_svg(plan, held, end_s=max(s.end_s for s in predicted.spans) - predicted.start_s)
+    legend = key(("weights", "all the time"), ("activations", "as the step goes on"))
     items = f"<details><summary>Memory by item</summary>{block_html(plan_parts.memory(plan))}</details>"
-    return f"{block_html(table)}{key(*there)}{items}"
+    moments = f"<h3>Over the step, as predicted; dots are the peaks</h3>{over_time}{legend}"
+    return f"{block_html(table)}{key(*there)}{items}{moments}"
 
 
 def _layers(plan: Plan) -> str:

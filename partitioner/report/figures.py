@@ -20,6 +20,7 @@ from partitioner.report.losses import losses
 from partitioner.report.palette import MEMORY_ROLES, ROLES, stage_shade
 from partitioner.report.plan_parts import stage_limit
 from partitioner.report.wording import percent, seconds
+from partitioner.residency import residency
 from partitioner.simulator import simulate
 from partitioner.timeline import Timeline
 
@@ -77,8 +78,10 @@ def plot_timeline(plan: Plan, *, measured: Timeline | None = None, ax: Axes | No
     return figure
 
 
-def plot_memory(plan: Plan, *, ax: Axes | None = None) -> Figure:
-    """Memory of a rank of each stage at its peak by item, against its limit."""
+def plot_memory(plan: Plan, *, over_time: bool = False, ax: Axes | None = None) -> Figure:
+    """Memory of a rank of each stage at its peak by item, against its limit; or of each rank over the step."""
+    if over_time:
+        return _memory_over_time(plan, ax)
     figure, ax = _axes(ax, _height(plan.num_stages))
     rows, left = np.arange(plan.num_stages), np.zeros(plan.num_stages)
     for name in MemoryItems.model_fields:
@@ -96,6 +99,42 @@ def plot_memory(plan: Plan, *, ax: Axes | None = None) -> Figure:
     fullest = int(np.argmax(left / limits)) if limits.all() else int(np.argmax(left))
     share = f", {percent(left[fullest] / limits[fullest])} of its limit" if limits[fullest] else ""
     _title(ax, f"Memory: stage {fullest} is the fullest, {left[fullest]:.2f} GiB{share}")
+    return figure
+
+
+def _memory_over_time(plan: Plan, ax: Axes | None) -> Figure:
+    """Lines of up to eight ranks, a map of more: rank by time, the darker the more."""
+    timeline = simulate(plan)
+    held = residency(plan, timeline)
+    end_s = timeline.step_s
+    scale, unit = _unit(end_s)
+    figure, ax = _axes(ax, 3.2 if len(held) <= 8 else _height(len(held)))
+    if len(held) <= 8:
+        for one in held:
+            shade, dashes = stage_shade(one.rank).light, "--" if one.rank >= 6 else "-"
+            times = [*((one.times_s - timeline.start_s) / scale), end_s / scale]
+            values = [*(one.total_bytes / 2**30), one.total_bytes[-1] / 2**30]
+            ax.step(times, values, where="post", color=shade, linestyle=dashes, linewidth=1.4, label=f"rank {one.rank}")
+        ax.set_ylim(0)
+        ax.set_ylabel("GiB")
+        _legend(ax)
+    else:
+        moments = np.linspace(0, end_s, 400)
+        at = [np.searchsorted(one.times_s - timeline.start_s, moments, side="right") - 1 for one in held]
+        grid = np.array([one.total_bytes[np.maximum(0, k)] for one, k in zip(held, at, strict=True)]) / 2**30
+        image = ax.imshow(
+            grid, aspect="auto", cmap="cividis_r", vmin=0, extent=(0, end_s / scale, len(held) - 0.5, -0.5)
+        )
+        bar = figure.colorbar(image, ax=ax, pad=0.01)
+        bar.set_label("GiB", color=SOFT, fontsize=9)
+        bar.ax.tick_params(length=0, labelsize=8.5, colors=SOFT)
+        _rows(ax, "rank", len(held))
+        ax.grid(False)
+    ax.set_xlabel(f"time, {unit}")
+    peak = max(held, key=lambda one: float(one.total_bytes.max()))
+    most = float(peak.total_bytes.max()) / 2**30
+    when = seconds(max(0.0, peak.peak_s - timeline.start_s))
+    _title(ax, f"Memory over the step: rank {peak.rank} holds the most, {most:.2f} GiB after {when}")
     return figure
 
 

@@ -16,11 +16,14 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from partitioner.errors import ArgumentError
 from partitioner.graph import CostGraph
 from partitioner.plan import Plan
 from partitioner.profiles import write_whole
 from partitioner.report.gantt_svg import KINDS
+from partitioner.residency import residency
 from partitioner.simulator import simulate
 from partitioner.timeline import Span, Timeline
 
@@ -39,6 +42,7 @@ def trace(plan: Plan, *, measured: Timeline | None = None) -> dict[str, Any]:
         events += _tracks(pid, name, timeline.num_ranks)
         events += [_complete(pid, span, timeline.start_s) for span in timeline.spans if span.kind in KINDS]
         events += _transfers(pid, timeline, edges, numbers)
+        events += _counters(pid, plan, timeline)
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"made_by": "partitioner", "version": "1"}}
 
 
@@ -101,6 +105,17 @@ def _complete(pid: int, span: Span, start_s: float) -> Event:
         "tid": span.rank,
         "args": _args(span),
     }
+
+
+def _counters(pid: int, plan: Plan, timeline: Timeline) -> Iterator[Event]:
+    """Bytes that each rank holds, at every moment at which that changes."""
+    for one in residency(plan, timeline):
+        total = one.total_bytes
+        last = np.append(one.times_s[1:] > one.times_s[:-1], True)  # of several changes at a moment, the last one holds
+        for time_s, held in zip(one.times_s[last].tolist(), total[last].tolist(), strict=True):
+            at = max(0.0, (time_s - timeline.start_s) * 1e6)
+            name = f"memory of rank {one.rank}"
+            yield {"name": name, "ph": "C", "pid": pid, "tid": one.rank, "ts": at, "args": {"bytes": held}}
 
 
 def _args(span: Span) -> dict[str, Any]:

@@ -18,9 +18,7 @@ from partitioner.specs import Cluster, Training
 MOST_RUNNERS_UP = 5
 
 
-def solve(
-    profile: Profile, cluster: Cluster, training: Training, *, progress: bool | Progress | None = None
-) -> Plan:
+def solve(profile: Profile, cluster: Cluster, training: Training, *, progress: bool | Progress | None = None) -> Plan:
     """The plan with the least simulated step + optimizer time whose every rank fits its memory.
 
     Searched are all meshes that use as many devices as the layers and the batch allow, every micro-batch count that
