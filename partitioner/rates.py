@@ -48,7 +48,9 @@ class Constants:
     ragged: float
     """The same where they are, but no multiple of 128 bytes."""
     fp8_cast: float
-    """Bytes moved an operand's element to scale and narrow it for an fp8 matmul."""
+    """Bytes moved an operand's element to scale and narrow it for an fp8 matmul, in kernels of its own."""
+    fp8_cast_fused: float
+    """The same in the kernels that make the operand."""
     matmul_tensor: float
     """Share of the tensor cores' measured best (or of 0.8 of their peak) that a large matmul reaches."""
     power: float
@@ -97,6 +99,8 @@ class Constants:
     """Share of a collective that disappears behind arithmetic where the framework overlaps the two."""
     straggler: float
     """Waiting for the slowest of n replicas, of their step, times log2(n)."""
+    shared_host: float
+    """Slowing of k replicas that share a host which prepares their inputs, of their step, times log2(k)."""
     replica_base_s: float
     """What a step of more than one replica takes beside that: hooks, buckets, a barrier."""
     optimizer: float
@@ -189,18 +193,19 @@ class Rates:
 
     def kernel_seconds(
         self, kernel: Kernel, precision: Precision = "fp32", *, tp: int = 1, sequence_parallel: bool = False,
-        fused: bool = False, attention: Attention = "flash2",
+        fused: bool = False, attention: Attention = "flash2", fused_casts: bool = False,
     ) -> float:  # fmt: skip
         """Seconds of one kernel on one of `tp` ranks.
 
         `fused`: elementwise chains run as one kernel, as a compiler or hand-written kernels make them.
-        `attention`: which generation of fused attention runs.
+        `attention`: which generation of fused attention runs. `fused_casts`: operands of fp8 matmuls are narrowed in
+        the kernels that make them.
         """
         c = self.constants
         narrow = 0.5 if precision not in ("fp32", "tf32") else 1.0
         width = 1 - kernel.float32_share * (1 - narrow)
         if kernel.kind in ("matmul", "attention"):
-            return self._arithmetic(kernel, precision, tp, width, attention)
+            return self._arithmetic(kernel, precision, tp, width, attention, fused_casts)
         share = 1 / tp if kernel.sharded or sequence_parallel else 1.0
         if fused and not kernel.fused_launches:
             return 0.0
@@ -223,10 +228,14 @@ class Rates:
         if base == "fp32" or (base == "tf32" and "tf32" not in dict(self.peaks)):
             default = c.matmul_fp32_matrix if self.matrix_fp32 else c.matmul_fp32
             return self.peak("fp32") * (self.best_fp32 or default)
-        clock = min(1.0, float((self.peak_per_watt / A100_PER_WATT) ** -c.power))
+        # a narrower multiplier takes less power than its higher rate costs: width squared, times the rate
+        narrower = {"fp8": 0.5, "fp4": 0.25}.get(base, 1.0)
+        clock = min(1.0, float((self.peak_per_watt * narrower / A100_PER_WATT) ** -c.power))
         return self.peak(base) * self.best_matmul * c.matmul_tensor * clock
 
-    def _arithmetic(self, kernel: Kernel, precision: Precision, tp: int, width: float, attention: Attention) -> float:
+    def _arithmetic(
+        self, kernel: Kernel, precision: Precision, tp: int, width: float, attention: Attention, fused_casts: bool
+    ) -> float:
         c = self.constants
         batch, m, n, k = kernel.shape
         extra = 0.0
@@ -250,7 +259,8 @@ class Rates:
             rate *= c.flash1 if attention == "flash1" else 1.0
             return c.launch_s + max(memory_s, kernel.flops / divided / (rate * share))
         if precision in ("fp8", "fp4"):
-            extra = c.fp8_cast * batch * (m * k + k * n) / self.moved_per_s
+            cast = c.fp8_cast_fused if fused_casts else c.fp8_cast
+            extra = cast * batch * (m * k + k * n) / self.moved_per_s
         rate = self._achieved(precision) * (c.batched if batch > 1 else 1.0)
         if precision != "fp32":
             rate *= c.misaligned if n % 8 or k % 8 else c.ragged if n % 64 or k % 64 else 1.0

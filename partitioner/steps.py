@@ -61,6 +61,8 @@ class Layout:
     """Elementwise chains run as one kernel (torch.compile, or hand-written kernels)."""
     attention: Attention = "flash2"
     """Which fused attention runs where the model has one; torch's own is the second generation's."""
+    fused_casts: bool = False
+    """Operands of fp8 matmuls are narrowed in the kernels that make them (Transformer Engine), not in their own."""
     gradient_bytes: float | None = None
     """Width of a gradient element as it is reduced; None: 4 in fp32 and tf32, else 2."""
     per_node: int | None = None
@@ -159,7 +161,7 @@ class Planner:
         self.network = Network(self.intra, self.inter, self.rates.constants)
 
     def layer(self, work: LayerWork, layout: Layout) -> LayerSeconds:
-        key = (id(work), layout.tp, layout.sequence_parallel, layout.fused, layout.attention)
+        key = (id(work), layout.tp, layout.sequence_parallel, layout.fused, layout.attention, layout.fused_casts)
         if key not in self._priced:
             self._priced[key] = self._price(work, layout)
         return self._priced[key]
@@ -179,6 +181,7 @@ class Planner:
                     sequence_parallel=layout.sequence_parallel,
                     fused=layout.fused,
                     attention=layout.attention,
+                    fused_casts=layout.fused_casts,
                 )
                 for kernel in kernels
             )
@@ -411,14 +414,16 @@ def data_parallel_speedup(
 ) -> float:
     """How much faster `ranks` replicas are than one, each with its own share of samples as large as the one's.
 
-    `single_s`: a step of one replica alone, measured or estimated. Gradients are reduced while the backward runs.
+    `single_s`: a step of one replica that had the host to itself, measured. Gradients are reduced while the backward
+    runs; replicas of one node share the host's memory and the processors that prepare their inputs.
     """
     if ranks == 1:
         return 1.0
     c = network.constants
     reduce_s = network.all_reduce_s(gradient_bytes, ranks, min(ranks, per_node))
     exposed = max(reduce_s - c.overlap * backward_share * single_s, (1 - c.overlap) * reduce_s)
-    together_s = single_s * (1 + c.straggler * math.log2(ranks)) + exposed + c.replica_base_s
+    waiting = c.straggler * math.log2(ranks) + c.shared_host * math.log2(min(ranks, per_node))
+    together_s = single_s * (1 + waiting) + exposed + c.replica_base_s
     return ranks * single_s / together_s
 
 

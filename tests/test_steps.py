@@ -124,7 +124,10 @@ def test_balanced_cuts_are_those_of_brute_force(seconds: list[float], stages: in
 def test_replicas_without_communication_scale_but_for_waiting() -> None:
     network = planner(WORK, "H100").network
     free = dataclasses.replace(
-        network, constants=dataclasses.replace(network.constants, straggler=0.0, replica_base_s=0.0, overlap=1.0)
+        network,
+        constants=dataclasses.replace(
+            network.constants, straggler=0.0, shared_host=0.0, replica_base_s=0.0, overlap=1.0
+        ),
     )
     assert data_parallel_speedup(10.0, 1e6, 8, 8, free) == pytest.approx(8)
     assert data_parallel_speedup(0.01, 1e9, 8, 8, network) < 7

@@ -1,7 +1,7 @@
 """Score predictions against published measurements: python tests/benchmarks/capacity.py --truth DIR --json out.json
 
-A line a source: rows, mean and median absolute error, bias, Kendall tau over all rows and within a choice of layouts, the
-mean error with one factor a source (calib.), seconds taken. --rows FILE writes every row.
+A line a source: rows, mean and median absolute error, bias, Kendall tau over all rows and within a choice of layouts,
+the mean error with one factor a source (calib.), seconds taken. --rows FILE writes every row.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
     python tests/benchmarks/fit_estimator.py --truth DIR [--write] [--rounds 3] [--most 60]
 
-Each source counts the same, whatever its number of rows; no constant belongs to a row, model, device or source. Half of
-the rows (by the digits of their ids) are fitted, the other half is only reported. The objective is the mean over sources
-of the mean |log(predicted / measured)|, each row counted for at most 0.7, and of half of each source's bias, plus a weak
-pull to the starting values, so that a constant that nothing determines stays what physics suggests. Coordinate search
-with shrinking steps.
+Each source counts the same, whatever its number of rows; no constant belongs to a row, model, device or source. Half
+of the rows (by the digits of their ids) are fitted, the other half is only reported. The objective is the mean over
+sources of the mean |log(predicted / measured)|, each row counted for at most 0.7, and of half of each source's bias,
+plus a weak pull to the starting values, so that a constant that nothing determines stays what physics suggests.
+Coordinate search with shrinking steps.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ START: dict[str, tuple[float, float, float]] = {
     "matmul_fp32_matrix": (0.65, 0.4, 1.0),
     "misaligned": (0.5, 0.2, 1.0),
     "ragged": (0.85, 0.5, 1.0),
-    "fp8_cast": (1.5, 0.2, 6.0),
+    "fp8_cast": (5.0, 1.0, 16.0),
+    "fp8_cast_fused": (1.0, 0.1, 5.0),
     "matmul_tensor": (0.9, 0.6, 1.0),
     "power": (0.15, 0.01, 0.5),
     "tile_128x128": (0.95, 0.7, 1.0),
@@ -67,6 +68,7 @@ START: dict[str, tuple[float, float, float]] = {
     "network_base_s": (2e-5, 1e-6, 5e-4),
     "overlap": (0.8, 0.1, 0.9),
     "straggler": (0.005, 0.0001, 0.05),
+    "shared_host": (0.01, 0.0005, 0.05),
     "replica_base_s": (0.003, 1e-4, 0.02),
     "optimizer": (1.3, 1.0, 6.0),
     "step_base_s": (0.005, 0.0001, 0.05),

@@ -30,6 +30,7 @@ class Software:
     gradient_bytes: float | None = None
     sequence_parallel: bool = False
     attention: str = "flash2"
+    fused_casts: bool = False
     dropout: bool = True
     default_recompute: str = "none"
     microbatch: int = 0
@@ -45,18 +46,42 @@ SOFTWARE = {
     "zero_bubble": Software(fused=True, overlap=False, gradient_bytes=4),
     "papers_kort_megascale_llama3_mtnlg_bmtrain": Software(fused=True, gradient_bytes=4),
     "megatron_h100_readme": Software(
-        fused=True, flash=True, gradient_bytes=4, sequence_parallel=True, dropout=False, attention="flash3"
+        fused=True,
+        flash=True,
+        gradient_bytes=4,
+        sequence_parallel=True,
+        dropout=False,
+        attention="flash3",
+        fused_casts=True,
     ),
     "megatron_bridge": Software(
-        fused=True, flash=True, gradient_bytes=4, sequence_parallel=True, dropout=False, attention="flash3"
+        fused=True,
+        flash=True,
+        gradient_bytes=4,
+        sequence_parallel=True,
+        dropout=False,
+        attention="flash3",
+        fused_casts=True,
     ),
     "nemo_long_seq": Software(
-        fused=True, flash=True, gradient_bytes=4, sequence_parallel=True, dropout=False, attention="flash3"
+        fused=True,
+        flash=True,
+        gradient_bytes=4,
+        sequence_parallel=True,
+        dropout=False,
+        attention="flash3",
+        fused_casts=True,
     ),
     "simumax_b200": Software(
-        fused=True, flash=True, gradient_bytes=4, sequence_parallel=True, dropout=False, attention="flash3"
+        fused=True,
+        flash=True,
+        gradient_bytes=4,
+        sequence_parallel=True,
+        dropout=False,
+        attention="flash3",
+        fused_casts=True,
     ),
-    "mosaic_mpt": Software(flash=True, attention="flash1", dropout=False),
+    "mosaic_mpt": Software(flash=True, attention="flash1", fused_casts=True, dropout=False),
     "torchtitan": Software(fused=True, flash=True, sequence_parallel=True, dropout=False),
     "fms_fsdp": Software(fused=True, flash=True, dropout=False),
     "internevo_7b_scaling": Software(flash=True, attention="flash1", gradient_bytes=2, dropout=False),
@@ -280,6 +305,7 @@ def _run(source: str, row: Row, software: Software) -> Run | None:
         overlap=software.overlap,
         fused=software.fused,
         attention=software.attention,
+        fused_casts=software.fused_casts,
         gradient_bytes=software.gradient_bytes,
         per_node=72 if "NVL72" in row["intra_link"] else int(number(row, "gpus_per_node") or 8),
     )
