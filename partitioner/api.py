@@ -20,7 +20,7 @@ from partitioner.errors import (
     UnsupportedModelError,
 )
 from partitioner.links import between_cuda_devices, loopback
-from partitioner.losses import Loss, LossFunction, LossWeight
+from partitioner.losses import Loss, LossFunction, LossWeight, sum_of_outputs
 from partitioner.microbatches import Cutter, MicroBatch, as_call
 from partitioner.plan import Plan
 from partitioner.profiler import profile as measure
@@ -59,15 +59,16 @@ def partition(
     seed: int = 0,
     progress: bool | Progress | None = None,
 ) -> Plan:
-    """The fastest plan found for training `model` on these devices, with what it will cost; the model is untouched.
+    """The fastest plan found for `model` on these devices, with what it will cost; the model is untouched.
 
     `example_inputs`: one batch: a tensor, a tuple (arguments) or a dict (keyword arguments). `gpus`: a number of this
     machine's CUDA devices (of CPU ranks, where it has fewer), a name such as "2x8xA100-80GB", or a Cluster.
     `loss_fn(output, target)`: None is the model's own loss. `batch_size`: samples of one optimizer step, all replicas
-    together; None: that of `example_inputs`. `pin`: layer id -> stage. `profile`: plan from it without measuring.
-    `check`: run one micro-batch sliced and unsliced; cuts where the results differ are given up, and `why` says so.
-    Under torchrun rank 0 plans and all ranks get its plan. Errors: `ArgumentError`, `NotBuiltError` (a value
-    that this version does not run), `InfeasibleError` (memory), `UnsupportedModelError`.
+    together; None: that of `example_inputs`. `objective`: "train", or for inference with `eval_step` the most samples a
+    second ("throughput") or the least time of one batch ("latency"). `pin`: layer id -> stage. `profile`: plan from it
+    without measuring. `check`: run one micro-batch sliced and unsliced; cuts where the results differ are given up, and
+    `why` says so. Under torchrun rank 0 plans and all ranks get its plan. Errors: `ArgumentError`, `NotBuiltError` (a
+    value that this version does not run), `InfeasibleError` (memory), `UnsupportedModelError`.
     """
     check_arguments(
         gpus=gpus,
@@ -85,6 +86,8 @@ def partition(
         check=check,
     )
     model = unwrap(model)
+    if objective != "train" and loss_fn is None:
+        loss_fn = sum_of_outputs
 
     def make() -> Plan:
         notes: list[str] = []
@@ -104,6 +107,7 @@ def partition(
             optimizer=optimizer if isinstance(optimizer, str) else f"{optimizer:g} bytes a parameter",
             optimizer_bytes=_optimizer_bytes(optimizer, model),
             memory_limit_bytes=None if memory_limit is None else parse_bytes(memory_limit),
+            objective=cast(Any, objective),
             pin=dict(pin or {}),
             batch_dim=batch_dim,
         )

@@ -16,7 +16,7 @@ _CHOICES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "recompute": (("auto", "never"), ("always",)),
     "shard": (("auto", "none"), ("zero1", "zero2", "zero3")),
     "gradient_compression": ((None,), ("fp16", "bf16", "powersgd")),
-    "objective": (("train",), ("throughput", "latency")),
+    "objective": (("train", "throughput", "latency"), ()),
     "schedule": (("auto", *EXECUTED), SCHEDULES),
     "check": (("first", "never"), ()),
 }

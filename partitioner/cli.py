@@ -270,7 +270,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--shard", help="none or auto: state of the optimizer, gradients and weights over replicas")
     plan.add_argument("--gradient-compression", help="none in this version")
     plan.add_argument("--memory-limit", metavar="SIZE", help="of a device: 70GiB")
-    plan.add_argument("--objective", help="train")
+    plan.add_argument("--objective", help="train, throughput or latency (the last two of inference)")
     plan.add_argument("--check", help="run the sliced model once against the whole one")
     plan.add_argument("--seed", type=int, metavar="N")
 

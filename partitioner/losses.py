@@ -153,6 +153,15 @@ def own_loss(output: Any) -> Any:
     )
 
 
+def sum_of_outputs(output: Any, target: Any) -> torch.Tensor:
+    """A stand-in for the loss where none is asked for: models are measured and compared for inference with it."""
+    del target
+    numbers = [tensor.sum().float() for tensor in tensors_in(output) if tensor.is_floating_point()]
+    if not numbers:
+        raise ArgumentError("the model's output has no tensor of floating-point numbers: pass loss_fn=")
+    return torch.stack(numbers).sum()
+
+
 def is_shifted(model: nn.Module) -> bool:
     """Whether the model's own loss compares position k with label k + 1, as Hugging Face's causal models do."""
     if not hasattr(type(model), "loss_function"):

@@ -195,6 +195,22 @@ def _divided(total: IntervalSum, divided: IntervalSum, tp: int, first: Any, last
     return whole if tp == 1 else whole - divided(first, last) * (1 - 1 / tp)
 
 
+def inference_memory(graph: CostGraph, first: ArrayLike, last: ArrayLike, *, samples: float) -> dict[str, Any]:
+    """The items of `MemoryItems` that forward passes of the layers [first, last) need: arrays broadcast.
+
+    One micro-batch is at work: what the stage received, what it sends, and the most that a layer of it needs, taken to
+    be what it would save for a backward.
+    """
+    i, j = np.asarray(first), np.asarray(last)
+    costs = graph.at(samples)
+    return {
+        "weights": graph.weight_bytes(i, j),
+        "buffers": graph.profile.buffer_bytes + graph.buffer_bytes(i, j),
+        "received": costs.received(i, j),
+        "workspace": costs.sent(i, j) + IntervalMax(costs.saved_bytes)(i, j),
+    }
+
+
 def memory_limit(device: Device, training: Training) -> int:
     """Bytes that `MemoryItems.total` must not exceed: the device's memory, or the limit that the user set."""
     if training.memory_limit_bytes is None:

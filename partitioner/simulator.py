@@ -22,7 +22,7 @@ from partitioner.errors import ArgumentError
 from partitioner.graph import CostGraph
 from partitioner.memory import BUCKET_BYTES, memory_limit, stage_memory
 from partitioner.plan import LostEfficiency, Plan, Prediction, StagePrediction
-from partitioner.schedule import in_flight, placement, schedule_table
+from partitioner.schedule import forward_only, in_flight, placement, schedule_table
 from partitioner.specs import Cluster, Link, ScheduleName, Training
 from partitioner.timeline import Span, Timeline
 
@@ -103,9 +103,37 @@ def simulate(
         ranks=ranks,
         recompute=[stage.recompute for stage in plan.stages],
     )
-    table = schedule_table(name, plan.num_stages, num_microbatches, plan.mesh["pp"])
-    clocks = {replica: run_clock(table, replica) for replica in set(replicas)}
+    if plan.training.objective == "train":
+        table = schedule_table(name, plan.num_stages, num_microbatches, plan.mesh["pp"])
+        clocks = {replica: run_clock(table, replica) for replica in set(replicas)}
+    else:
+        clocks = {replica: forward_clock(replica, num_microbatches) for replica in set(replicas)}
     return _timeline([clocks[replica] for replica in replicas], replicas, list(dict.fromkeys(ranks)))
+
+
+def forward_clock(replica: Replica, num_microbatches: int) -> Clock:
+    """Forward passes alone, one stage a rank, from an empty pipeline."""
+    return run_clock(Table.of(forward_only(len(replica.stages), num_microbatches)), replica)
+
+
+def forward_costs(
+    graph: CostGraph,
+    cluster: Cluster,
+    training: Training,
+    num_microbatches: int,
+    *,
+    cuts: Sequence[int],
+    ranks: Sequence[Sequence[int]],
+) -> list[Replica]:
+    """`replica_costs` of forward passes: nothing comes back, is reduced or updated."""
+    replicas = replica_costs(graph, cluster, training, num_microbatches=num_microbatches, cuts=cuts, ranks=ranks)
+    return [
+        Replica(
+            tuple(StageCost(stage.forward_s, 0.0) for stage in one.stages),
+            tuple(Transfer(t.source, t.target, t.forward_s, 0.0) for t in one.transfers),
+        )
+        for one in replicas
+    ]
 
 
 def predict(

@@ -327,7 +327,8 @@ class Training(Frozen):
     recompute: Literal["never"] = "never"
     shard: Literal["none"] = "none"
     memory_limit_bytes: Bytes | None = None
-    objective: Literal["train"] = "train"
+    objective: Objective = "train"
+    """throughput and latency are of forward passes: the time between two batches, and that of one."""
     pin: dict[str, Annotated[int, Field(ge=0)]] = {}
     """Layer id -> stage, kept by the solver. A whole split by hand names every layer."""
     batch_dim: int = 0

@@ -124,7 +124,6 @@ def test_a_plan_places_every_layer_and_the_model_stays_as_it_was(name: str) -> N
         ("recompute", "h.0"),
         ("shard", "zero3"),
         ("gradient_compression", "powersgd"),
-        ("objective", "latency"),
         ("schedule", "zero-bubble"),
         ("schedule", "interleaved"),
         ("optimizer", "adafactor"),
@@ -276,3 +275,11 @@ def test_planning_from_given_costs_finds_the_heavy_head() -> None:
     plan = pt.solve(profile, cpu_cluster(2), pt.Training(batch_size=64, mesh={"pp": 2, "dp": 1}))
     assert [len(stage.layers) for stage in plan.stages] == [6, 1]
     assert plan.prediction.speedup <= 1.75 + 1e-9
+
+
+@pytest.mark.parametrize("objective", ["throughput", "latency"])
+def test_plans_for_inference_need_no_loss(objective: str) -> None:
+    plan = pt.partition(stack(), torch.randn(8, 32), gpus=cpu_cluster(2), objective=objective, mesh={"pp": 2, "dp": 1})
+    assert plan.training.objective == objective and plan.runnable
+    assert plan.num_stages == 2 and plan.prediction.optimizer_s == 0.0
+    assert all(stage.backward_s == 0.0 for stage in plan.prediction.stages)

@@ -459,7 +459,7 @@ def test_a_plan_that_cannot_fit_is_3(run: Any, folder: Path) -> None:
         ("--recompute", "always", "recompute='always' is not built"),
         ("--shard", "zero3", "shard='zero3' is not built"),
         ("--gradient-compression", "powersgd", "gradient_compression='powersgd' is not built"),
-        ("--objective", "latency", "objective='latency' is not built"),
+        ("--objective", "speed", "objective='speed' is unknown"),
         ("--check", "always", "check='always' is unknown"),
         ("--optimizer", "lion", "sgd-momentum"),
         ("--mesh", "xx=2", "no axis 'xx'"),

@@ -289,6 +289,24 @@ def test_outputs_are_those_of_one_call(ranks: RankPool) -> None:
         assert logits.loss is None and not trained.logits.requires_grad
 
 
+def test_a_plan_for_inference_evaluates_and_refuses_to_train(ranks: RankPool) -> None:
+    def outputs() -> tuple[Any, str]:
+        with materialize(plan, model, loss_fn=case.loss_fn) as stage:
+            found = stage.eval_step(case.inputs)
+            with pytest.raises(ArgumentError) as refused:
+                stage.train_step(case.inputs, case.target)
+            return found, str(refused.value)
+
+    case = mlp()
+    model = case.model
+    plan = plan_for(case, pp=2, microbatches=2)
+    plan = plan.model_copy(update={"training": plan.training.model_copy(update={"objective": "latency"})})
+    (first, said), (last, _) = ranks.run(2, outputs)
+    with torch.no_grad():
+        torch.testing.assert_close(last, model(*case.inputs))
+    assert first is None and "use eval_step" in said
+
+
 def test_world_size_one_needs_no_other_process() -> None:
     case = mlp()
     plan = plan_for(case, pp=1, microbatches=4)

@@ -216,6 +216,11 @@ class LiveStage:
         The loss is 0-d, detached and the same on every rank. Gradients are added to those already there.
         """
         with self._failures.caught():
+            if self.plan.training.objective != "train":
+                raise ArgumentError(
+                    f"this plan is for inference (objective={self.plan.training.objective!r}), with no memory for a "
+                    "backward: use eval_step, or plan with objective='train'"
+                )
             self._recorder.begin()
             microbatches, weights = self._prepared(inputs, target, self._loss)
             total, shares = self._shares(microbatches, weights)

@@ -9,6 +9,7 @@ from partitioner.profiles import Profile
 from partitioner.progress import Progress, shown
 from partitioner.simulator import predict, single_device
 from partitioner.solver.explain import reasons
+from partitioner.solver.inference import solve_inference
 from partitioner.solver.problem import Found
 from partitioner.solver.search import Searched, search
 from partitioner.solver.settings import check_request, mesh_levels
@@ -24,12 +25,15 @@ def solve(profile: Profile, cluster: Cluster, training: Training, *, progress: b
     Searched are all meshes that use as many devices as the layers and the batch allow, every micro-batch count that
     divides a replica's samples, every schedule that is built, and all cuts; what `training` fixes is kept.
     `lower_bound_s` holds for that space, so `gap` says how far from the best the plan can be at most. The same
-    arguments give the same plan.
+    arguments give the same plan. With objective "throughput" or "latency" it is a plan for forward passes alone:
+    `solve_inference` says what its figures mean.
 
     Errors: ArgumentError where what is asked for cannot be had at all, InfeasibleError where nothing fits the memory;
     its message names what does not fit, the bytes short, and a change that was tried and fits.
     """
     graph = CostGraph(profile)
+    if training.objective != "train":
+        return solve_inference(graph, cluster, training)
     check_request(graph, cluster, training)
     with shown(progress) as tell:
         for meshes in mesh_levels(graph, cluster, training):

@@ -1,0 +1,122 @@
+"""Plans for inference against every plan there is."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from chains import chain, cluster, random_chain
+
+from partitioner.errors import ArgumentError, InfeasibleError
+from partitioner.graph import CostGraph
+from partitioner.memory import inference_memory
+from partitioner.plan import Plan, load
+from partitioner.profiles import Profile
+from partitioner.simulator import forward_clock, forward_costs, place, simulate
+from partitioner.solver import solve
+from partitioner.specs import Cluster, Link, Training
+
+SLOW = Link.of(2e-5, 5e8)
+OBJECTIVES = ("throughput", "latency")
+
+
+def every_plan_s(profile: Profile, devices: Cluster, training: Training) -> float:
+    """The best objective over all meshes, micro-batches and cuts that fit, one by one."""
+    graph, best = CostGraph(profile), float("inf")
+    for pp in range(1, devices.num_devices + 1):
+        for dp in range(1, devices.num_devices // pp + 1):
+            each, rest = divmod(training.batch_size, dp)
+            counts = [m for m in range(1, each + 1) if not rest and each % m == 0]
+            for m, cuts in itertools.product(counts, itertools.combinations(graph.allowed_cuts, pp - 1)):
+                limit = min(device.memory_bytes - device.overhead_bytes for device in devices.devices)
+                sizes = [sum(inference_memory(graph, *ends, samples=each // m).values()) for ends in graph.bounds(cuts)]
+                if max(sizes) > limit:
+                    continue
+                ranks = place(devices, pp, dp)
+                for one in forward_costs(graph, devices, training, m, cuts=cuts, ranks=ranks)[:1]:
+                    if training.objective == "latency":
+                        seconds = float(forward_clock(one, m).rank_end_s.max())
+                    else:
+                        work = [stage.forward_s for stage in one.stages] + [t.forward_s for t in one.transfers]
+                        seconds = m * max(work)
+                    best = min(best, seconds)
+    return best
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("seed", range(8))
+def test_no_plan_is_better_and_none_is_below_the_bound(objective: str, seed: int) -> None:
+    rng = random.Random(seed)
+    profile = random_chain(rng, rng.randrange(3, 8))
+    training = Training(batch_size=4, objective=objective)
+    devices = cluster(rng.randrange(1, 5), link=SLOW, memory_bytes=rng.choice([2**50, 600_000, 1_000_000]))
+    try:
+        plan = solve(profile, devices, training)
+    except InfeasibleError:
+        assert every_plan_s(profile, devices, training) == float("inf")
+        return
+    best = every_plan_s(profile, devices, training)
+    assert plan.lower_bound_s <= best * (1 + 1e-9)
+    assert plan.prediction.step_s <= best * 1.02
+    assert plan.prediction.step_s >= best * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("seed", range(4))
+def test_without_skips_plans_are_proven_optimal(objective: str, seed: int) -> None:
+    rng = random.Random(seed)
+    profile = chain([rng.random() for _ in range(7)], tensor_bytes=[rng.randrange(10**8) for _ in range(7)])
+    training = Training(batch_size=6, objective=objective)
+    plan = solve(profile, cluster(3, link=SLOW), training)
+    assert plan.prediction.step_s == pytest.approx(every_plan_s(profile, cluster(3, link=SLOW), training), rel=1e-9)
+    assert plan.gap < 1e-8
+
+
+def test_replicas_serve_the_most_and_one_device_answers_first() -> None:
+    profile = chain([1.0, 2.0, 3.0, 2.0])
+    served = solve(profile, cluster(4, link=SLOW), Training(batch_size=4, objective="throughput"))
+    assert served.mesh == {"pp": 1, "dp": 4}
+    assert served.prediction.step_s == pytest.approx(8.0)
+    answered = solve(profile, cluster(4, link=SLOW), Training(batch_size=1, objective="latency"))
+    assert answered.num_ranks == 1
+
+
+def test_a_model_that_is_too_large_for_one_device_is_cut() -> None:
+    profile = chain([1.0] * 6, parameter_bytes=1000)
+    devices = cluster(3, memory_bytes=2100, link=SLOW)
+    plan = solve(profile, devices, Training(batch_size=1, objective="latency"))
+    assert [len(stage.layers) for stage in plan.stages] == [2, 2, 2]
+    assert all(stage.memory.total <= 2100 for stage in plan.prediction.stages)
+    assert all(stage.memory.gradients == stage.memory.optimizer == 0 for stage in plan.prediction.stages)
+    with pytest.raises(InfeasibleError, match="Try 3 devices"):
+        solve(profile, cluster(2, memory_bytes=2100), Training(batch_size=1, objective="latency"))
+    with pytest.raises(InfeasibleError, match="layer 0 alone needs"):
+        solve(profile, cluster(6, memory_bytes=900), Training(batch_size=1, objective="latency"))
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_more_devices_never_make_it_slower(objective: str) -> None:
+    profile = random_chain(random.Random(7), 9)
+    seconds = [
+        solve(profile, cluster(count, link=SLOW), Training(batch_size=8, objective=objective)).prediction.step_s
+        for count in (1, 2, 4, 8)
+    ]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_the_parts_of_lost_efficiency_add_up_and_the_timeline_is_that_of_the_latency(tmp_path: object) -> None:
+    profile = random_chain(random.Random(3), 8)
+    training = Training(batch_size=8, objective="latency", mesh={"pp": 3, "dp": 2})
+    plan = solve(profile, cluster(6, link=SLOW), training)
+    assert plan.prediction.lost.total == pytest.approx(1 - plan.prediction.efficiency)
+    timeline = simulate(plan)
+    assert timeline.step_s == pytest.approx(plan.prediction.step_s)
+    assert {span.kind for span in timeline.spans} <= {"F", "send", "recv"}
+    again = Plan.model_validate_json(plan.model_dump_json())
+    assert again == plan and load is not None
+
+
+def test_orders_of_backward_passes_are_refused() -> None:
+    with pytest.raises(ArgumentError, match="orders backward passes"):
+        solve(chain([1.0, 1.0]), cluster(2), Training(batch_size=2, objective="latency", schedule="1f1b"))
