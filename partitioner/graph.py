@@ -169,10 +169,6 @@ class Holding:
     reach: IntervalMax
     """Of each layer: bytes kept of the layers before it, plus the most that it needs itself, kept bytes included."""
 
-    @cached_property
-    def kept_before_list(self) -> list[float]:
-        return list(self.kept_before.tolist())
-
     def working(self, first: ArrayLike, last: ArrayLike) -> Any:
         """The most that the layers [first, last) need at one moment of one micro-batch, beyond what they all keep."""
         return np.maximum(self.reach(first, last) - self.kept_before[np.asarray(last)], 0.0)
@@ -238,6 +234,8 @@ class CostGraph(Shown):
         self._at: dict[float, LayerArrays] = {}
         self._recomputed_at: dict[float, LayerArrays] = {}
         self._standing: dict[float, IntervalSum] = {}
+        self._edges: dict[tuple[float, Recompute], tuple[Floats, Floats]] = {}
+        self._edge_lists: dict[tuple[float, Recompute], tuple[list[float], list[float]]] = {}
         self._holding: dict[tuple[float, int, int, Recompute], Holding] = {}
         self._tensors = [
             (tensor, self.position[tensor.producer], sorted({self.position[name] for name in tensor.consumers}))
@@ -389,6 +387,33 @@ class CostGraph(Shown):
         if key not in self._holding:
             self._holding[key] = self._hold(samples, tp, whole, recompute)
         return self._holding[key]
+
+    def held_edges(self, samples: float, recompute: Recompute = "never") -> tuple[Floats, Floats]:
+        """(begin, end) by position: what a stage that starts or ends there holds of a micro-batch is at least
+        end[last] - begin[first], whatever its other edge and wherever in between it could be cut. Both ascend.
+
+            end[k]    min over cuts j >= k of  kept_before[j] + sent by the layer before j
+            begin[k]  max over cuts i <= k of  kept_before[i] - received by the layer at i
+        """
+        key = (samples, recompute)
+        if key not in self._edges:
+            costs, kept = self.at(samples), self.holding(samples, recompute=recompute).kept_before
+            at, cut = np.arange(self.num_layers), np.zeros(self.num_layers + 1, dtype=np.bool_)
+            cut[[0, *self.allowed_cuts, self.num_layers]] = True
+            begin = np.where(cut[:-1], kept[:-1] - costs.received(at, at + 1), -np.inf)
+            end = np.where(cut[1:], kept[1:] + costs.sent(at, at + 1), np.inf)
+            begin = np.maximum.accumulate(np.append(begin, kept[-1]))
+            end = np.minimum.accumulate(np.append(0.0, end)[::-1])[::-1]
+            self._edges[key] = begin, end
+        return self._edges[key]
+
+    def held_edge_lists(self, samples: float, recompute: Recompute = "never") -> tuple[list[float], list[float]]:
+        """The same for one look at a time."""
+        key = (samples, recompute)
+        if key not in self._edge_lists:
+            begin, end = self.held_edges(samples, recompute)
+            self._edge_lists[key] = begin.tolist(), end.tolist()
+        return self._edge_lists[key]
 
     def _hold(self, samples: float, tp: int, whole: int, recompute: Recompute) -> Holding:
         tables = {name: _interpolated(self.profile.microbatch_sizes, t, samples) for name, t in self._memory.items()}

@@ -26,8 +26,6 @@ TOLERANCE = 1e-12
 """Relative; sums of floats in another order differ by less."""
 NEAR = 1e-9
 """Relative; a bottleneck this far below one that was found is tried before it is called the smallest."""
-MOST_PAIRS = 2**16
-"""Starts x ends of a stage that are looked at one by one; beyond, the least start is found by sliding a window."""
 MOST_TABLES = 12
 """Splits that `best_split` works out where a chain is long."""
 LONG = 50_000
@@ -261,8 +259,8 @@ def cheapest_split(chain: Chain, bottleneck: float = math.inf, lines: Lines | No
     lines: what else each stage keeps to. Boundaries are looked at where two walks say that they can be, w positions
     each. Seconds are differences of prefix sums, so without memory the minimum is one over a sliding window: O(w log w)
     a stage. Memory narrows the window where it is monotone (`roomy`); where the split so found does not fit (`fits` is
-    not monotone: what crosses a cut can be wide or narrow), every pair of the windows is looked at, O(w^2) a stage, as
-    it is from the start where that is little.
+    not monotone: what crosses a cut can be wide or narrow), or where stages may recompute, every pair of the windows is
+    looked at, O(w^2) a stage.
     """
     every = chain.within(bottleneck)
     if lines is not None:
@@ -274,8 +272,8 @@ def cheapest_split(chain: Chain, bottleneck: float = math.inf, lines: Lines | No
     places = [chain.starts.positions(s, first[s], last[s]) for s in range(chain.num_stages + 1)]
     if not all(map(len, places)):
         return None
-    cuts = _shortest(chain, every, places, pairs=False)
-    if cuts is not None and not chain.fit(cuts):
+    cuts = None if chain.again_s is not None else _shortest(chain, every, places, pairs=False)
+    if chain.again_s is not None or (cuts is not None and not chain.fit(cuts)):
         cuts = _shortest(chain, every, places, pairs=True)
     return None if cuts is None else chain.split(cuts)
 
@@ -289,8 +287,7 @@ def _shortest(chain: Chain, lines: Lines, places: list[Ints], *, pairs: bool) ->
         base = best - prefix[starts] / speed
         reach = np.maximum.accumulate(_ends(chain, s, starts, lines[s]))
         low, high = np.searchsorted(reach, ends, side="left"), np.searchsorted(starts, ends, side="left")
-        looked_at = chain.limits is not None and (pairs or len(starts) * len(ends) <= MOST_PAIRS)
-        if looked_at:
+        if pairs:
             least, source = _over_pairs(chain, s, base, starts, ends, lines[s])
             history.append(source.item)
         else:

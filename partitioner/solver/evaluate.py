@@ -75,13 +75,44 @@ class Replayer:
         self.speeds: Floats = self.layout.speeds[:, self.places]
         """[lines, p] by stage."""
 
-    @property
-    def work(self) -> int:
-        """Cells of a row: how long one split takes to replay, in units of some 10 ns."""
+    def work(self, rows: int) -> int:
+        """About how long so many splits take to replay, in tens of nanoseconds: numpy calls and what they go over."""
         p, m = self.setting.num_stages, self.setting.num_microbatches
-        if self.setting.schedule == "gpipe":
-            return 20 * p * self.layout.num_lines
-        return 2 * p * min(m, 3 * p + 16) * self.layout.num_lines
+        calls = 10 * p if self.setting.schedule == "gpipe" else 16 * (m + p)
+        over = 20 * p if self.setting.schedule == "gpipe" else 4 * p * m
+        if self.setting.schedule not in ("gpipe", "1f1b"):
+            calls *= 10 * rows
+        return self.layout.num_lines * (150 * calls + rows * over)
+
+    def least_s(self, cuts: Ints, recompute: Flags | None = None) -> Floats:
+        """[rows] what `total_s` is at least under 1f1b, by `Bounds`' busy, path, place and rounds of these very stages."""
+        p, m, costs, graph = self.setting.num_stages, self.setting.num_microbatches, self.costs, self.graph
+        edges = np.column_stack((np.zeros(len(cuts), int), cuts, np.full(len(cuts), graph.num_layers)))
+        first, last, least = edges[:, :-1], edges[:, 1:], np.zeros(len(cuts))
+        forward = costs.forward_before_s[last] - costs.forward_before_s[first]
+        both = costs.before_s[last] - costs.before_s[first] + (0.0 if recompute is None else forward * recompute)
+        sync_s, held = self._sync_s(edges), np.minimum(p - np.arange(p), m)
+        most = (m - 1) // held
+        for line, speed in enumerate(self.speeds):
+            own, ahead = both / speed + graph.slicing_s(p) / speed, forward / speed
+            hops, wire = np.zeros(own.shape), np.zeros(len(cuts))
+            for one in self._moved(edges, far=False):
+                there, back = (np.maximum(wire_s, 0.0) for wire_s in self._wire_s(one, line))
+                hops[:, one.target], wire = there + back, np.maximum(wire, np.maximum(there, back))
+            before = np.cumsum(own + hops, axis=1) - own  # the way to a stage, and back from it
+            way = before[:, -1:] + own[:, -1:]
+            longest = np.maximum(ahead, own - ahead).max(axis=1)
+            ends = [
+                m * own,
+                before + m * own,
+                np.broadcast_to((way[:, 0] + (m - 1) * np.maximum(longest, wire))[:, None], own.shape),
+            ]
+            for j in (np.minimum(1, most), most):
+                ends.append(way + j * (way - before) + (m - 1 - j * held) * own)
+            everything = np.max(ends[1:], axis=0).max(axis=1) + sync_s[:, 0]
+            own_end = np.cumsum(ahead, axis=1) - ahead + m * own + sync_s
+            least = np.maximum(least, np.maximum(everything, own_end.max(axis=1)))
+        return least
 
     def total_s(self, cuts: Ints, recompute: Flags | None = None) -> Floats:
         """[rows] step + optimizer seconds of each split. recompute: [rows, p] stages that run their forwards twice."""
@@ -226,8 +257,8 @@ class Replayer:
             ends[row] = clock.rank_end_s[self.places]
         return ends
 
-    def _moved(self, edges: Ints) -> list[Messages]:
-        """What goes from stage to stage, with a column a row of edges, [rows, p + 1]."""
+    def _moved(self, edges: Ints, *, far: bool = True) -> list[Messages]:
+        """What goes from stage to stage, with a column a row of edges, [rows, p + 1]. far: past the next layer, too."""
         graph, costs, p, rows = self.graph, self.costs, self.setting.num_stages, len(edges)
         cut = edges[:, 1:-1].T
         moved = {
@@ -240,22 +271,24 @@ class Replayer:
                 strict=True,
             )
         }
-        far = graph.far_flows
-        if p == 1 or not len(far.producer):
+        flows = graph.far_flows
+        if p == 1 or not far or not len(flows.producer):
             return [one for one in moved.values() if one.sent.any()]
-        num_bytes = far.bytes(self.setting.samples)
+        num_bytes = flows.bytes(self.setting.samples)
         sums: list[tuple[Any, ...]] = []  # pairs of stages, row, bytes there, bytes back
         for row in range(rows):
             inner = edges[row, 1:-1]
-            source = np.searchsorted(inner, far.producer, side="right")[far.tensor]
-            target = np.searchsorted(inner, far.consumer, side="right")
+            source = np.searchsorted(inner, flows.producer, side="right")[flows.tensor]
+            target = np.searchsorted(inner, flows.consumer, side="right")
             goes = source < target
-            sends = np.unique(far.tensor[goes] * p + target[goes])  # once to a stage, however many layers use it there
+            sends = np.unique(
+                flows.tensor[goes] * p + target[goes]
+            )  # once to a stage, however many layers use it there
             tensor, target = sends // p, sends % p
-            pair = np.searchsorted(inner, far.producer[tensor], side="right") * p + target
+            pair = np.searchsorted(inner, flows.producer[tensor], side="right") * p + target
             pairs, group = np.unique(pair, return_inverse=True)
             there = np.bincount(group, num_bytes[tensor], len(pairs))
-            back = np.bincount(group, num_bytes[tensor] * far.gradient[tensor], len(pairs))
+            back = np.bincount(group, num_bytes[tensor] * flows.gradient[tensor], len(pairs))
             sums.append((pairs, np.full(len(pairs), row), there, back))
         pairs, row_of, there, back = (np.concatenate(column) for column in zip(*sums, strict=True))
         kinds, kind = np.unique(pairs, return_inverse=True)

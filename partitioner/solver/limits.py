@@ -105,8 +105,14 @@ class DeviceMemory(Limits):
         return self.bytes(stage, first, last) <= self.room[stage]
 
     def roomy(self, stage: Any, first: Any, last: Any) -> Any:
-        """Without what crosses its cuts."""
-        return self._kept(stage, np.asarray(first), np.asarray(last)) <= self.room[stage] + 1  # rounding
+        """Of what crosses the cuts of a stage, only as much as no larger stage has less of.
+
+        held   kept(first, last) + received(first) + sent(last)   by the layer behind the first cut, before the last
+          >=   [min over j >= last of (kept_before[j] + sent(j))]  -  [max over i <= first of (kept_before[i] - received(i))]
+        """
+        begin, end = self._edges
+        needed = self._standing(first, last) + self.held[stage] * (end[last] - begin[first])
+        return needed + self._graph.profile.buffer_bytes <= self.room[stage] + 1  # rounding
 
     def never_bind(self) -> bool:
         """Whether all layers together, at the most in flight, with the widest cut on both sides, fit everywhere."""
@@ -141,36 +147,38 @@ class DeviceMemory(Limits):
 
     def room_for(self, stage: int) -> Callable[[int, int], bool]:
         held, room = self._by_stage[stage]
-        standing, up_to = self._standing, self._holding.kept_before_list
-        return lambda i, j: float(standing(i, j)) + held * (up_to[j] - up_to[i]) <= room
+        standing, (begin, end) = self._standing, self._edge_lists
+        return lambda i, j: float(standing(i, j)) + held * (end[j] - begin[i]) <= room
 
     def furthest(self, stage: int, start: int, end: int) -> int:
-        prefix, up_to = self._standing.prefix_list, self._holding.kept_before_list
+        prefix, (begins, ends) = self._standing.prefix_list, self._edge_lists
         if prefix is None:
             return super().furthest(stage, start, end)
         held, room = self._by_stage[stage]
-        most = room + prefix[start] + held * up_to[start]
-        if prefix[end] + held * up_to[end] <= most:
+        most = room + prefix[start] + held * begins[start]
+        if prefix[end] + held * ends[end] <= most:
             return end
-        found = bisect_right(range(end), most, lo=start + 1, key=lambda k: prefix[k] + held * up_to[k])
+        found = bisect_right(range(end), most, lo=start + 1, key=lambda k: prefix[k] + held * ends[k])
         return max(start, found - 1)
 
     def nearest(self, stage: int, start: int, end: int) -> int:
-        prefix, up_to = self._standing.prefix_list, self._holding.kept_before_list
+        prefix, (begins, ends) = self._standing.prefix_list, self._edge_lists
         if prefix is None:
             return super().nearest(stage, start, end)
         held, room = self._by_stage[stage]
-        least = prefix[end] + held * up_to[end] - room
-        if prefix[start] + held * up_to[start] >= least:
+        least = prefix[end] + held * ends[end] - room
+        if prefix[start] + held * begins[start] >= least:
             return start
-        return bisect_left(range(end), least, lo=start + 1, key=lambda k: prefix[k] + held * up_to[k])
+        return bisect_left(range(end), least, lo=start + 1, key=lambda k: prefix[k] + held * begins[k])
 
     def far(self, stage: int, starts: Ints, ends: Ints) -> Ints:
         if self._standing.prefix is None:
             return super().far(stage, starts, ends)
         held, room = self._by_stage[stage]
-        up_to = self._standing.prefix + held * self._holding.kept_before
-        reach: Ints = np.searchsorted(up_to, up_to[starts] + room, side="right") - 1
+        begin, end = self._edges
+        up_to = self._standing.prefix + held * end
+        most = self._standing.prefix[starts] + held * begin[starts] + room
+        reach: Ints = np.searchsorted(up_to, most, side="right") - 1
         return np.clip(reach, starts, ends)
 
     @cached_property
@@ -181,17 +189,20 @@ class DeviceMemory(Limits):
     def _holding(self) -> Holding:
         return self._graph.holding(self._setting.samples, recompute=self._spread.recompute)
 
+    @property
+    def _edges(self) -> tuple[Floats, Floats]:
+        """(begin, end), [n + 1] each, of a micro-batch: what `roomy` says, over the cuts that are possible."""
+        return self._graph.held_edges(self._setting.samples, self._spread.recompute)
+
+    @property
+    def _edge_lists(self) -> tuple[list[float], list[float]]:
+        return self._graph.held_edge_lists(self._setting.samples, self._spread.recompute)
+
     @cached_property
     def _by_stage(self) -> list[tuple[int, float]]:
         """(micro-batches held, bytes for what grows with the layers, rounding included)."""
         room = self.room + 1.0 - self._graph.profile.buffer_bytes
         return list(zip(self.held.tolist(), room.tolist(), strict=True))
-
-    def _kept(self, stage: Any, first: Ints, last: Ints) -> Any:
-        """Bytes that do not depend on what crosses the cuts."""
-        kept = self._holding.kept_before
-        standing = self._standing(first, last)
-        return standing + self._graph.profile.buffer_bytes + self.held[stage] * (kept[last] - kept[first])
 
     def _items(self, stage: Any, first: Any, last: Any) -> dict[str, Any]:
         return interval_memory(

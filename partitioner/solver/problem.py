@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -27,8 +27,9 @@ FEW_SPLITS = 2_000
 MOST_NEIGHBOURS = 400
 MOST_CLIMBS = 3
 MOST_ROUNDS = 12
-MOST_WORK = 10_000_000
-"""Cells (`Replayer.work`) that are replayed to improve a split: some 0.2 s."""
+MOST_PROPOSED = 20
+MOST_WORK = 20_000_000
+"""`Replayer.work` to improve a split: some 0.2 s."""
 SLACKS = (1.0, 1.005, 1.02)
 """How far above the lower bound splits are proposed that could keep within it."""
 CLOSE = 1e-9
@@ -38,6 +39,10 @@ LARGE = 30_000
 NEARLY = 1e-3
 """Relative; of a large problem, a split so close to the bound is left as it is, and a setting that can gain no more is
 left alone. Bound and gap stay what they are."""
+
+
+Measure = Callable[[Ints, Flags | None], NDArray[np.float64]]
+"""Seconds of splits, given which of their stages recompute."""
 
 
 class Problem:
@@ -149,23 +154,31 @@ class Problem:
         boundaries = [self.starts.positions(s) for s in range(1, self.setting.num_stages)]
         if self._count(boundaries) <= max(1, FEW_SPLITS if thorough else 1):
             return next(iter(self._ranked(_all_splits(boundaries), 1, proven=True)), None)
-        slack = NEARLY if self.is_large or not thorough else CLOSE
         proposed = best_split(self.chain, weight=self.setting.num_microbatches - 1, tolerance=1e-3)
         if not proposed:
             return self._packed(boundaries) if self.setting.stages_per_rank > 1 else None
-        cuts = [split.cuts for split in proposed[: MOST_NEIGHBOURS // 4]] + list(self._even(boundaries))
-        first = self._ranked(np.unique(cuts, axis=0), 1)
-        if first and first[0].total_s <= bound_s * (1 + slack):
-            return first[0]
+        cuts = [split.cuts for split in proposed[:MOST_PROPOSED]] + list(self._even(boundaries))
         for more in SLACKS if self.setting.schedule in ("gpipe", "1f1b") else ():
             if (split := cheapest_split(self.chain, lines=self.bounds.windows(bound_s * more))) is not None:
                 cuts.append(split.cuts)
+        enough_s = bound_s * (1 + (CLOSE if thorough and not self.is_large else NEARLY))
+        rows = np.unique(cuts, axis=0)
         climbs = MOST_CLIMBS if thorough and not self.is_large else 1
-        ranked = self._ranked(np.unique(cuts, axis=0), climbs)
+        if self.replayer.work(MOST_NEIGHBOURS // 4) * 10 > MOST_WORK:
+            return self._climbed_by_bounds(rows, enough_s)
+        ranked = self._ranked(rows, climbs)
         if not thorough:
             return ranked[0] if ranked else None
-        climbed = [self._improve(one, bound_s * (1 + slack), MOST_WORK // climbs) for one in ranked]
+        climbed = [self._improve(one, enough_s, MOST_WORK // climbs) for one in ranked]
         return min(climbed, key=Found.rank, default=None)
+
+    def _climbed_by_bounds(self, cuts: Ints, enough_s: float) -> Found | None:
+        """Where replays take long: the splits that promise the most, improved by what they promise, then replayed."""
+        measure = self.replayer.least_s if self.setting.schedule == "1f1b" else self.replayer.total_s
+        promising = self._ranked(cuts, 2, measure=measure)
+        climbed = [self._improve(one, enough_s, MOST_WORK, measure=measure) for one in promising[:1]]
+        rows = np.unique([one.cuts for one in (*promising, *climbed)], axis=0)
+        return next(iter(self._ranked(rows, 1)), None) if len(rows) else None
 
     def _packed(self, boundaries: list[Ints]) -> Found | None:
         """Where stages of one rank fit together although not each fits an equal share of it."""
@@ -196,12 +209,13 @@ class Problem:
             cuts.append(int(later[np.argmin(np.abs(later - n * s / p))]))
         yield tuple(cuts)
 
-    def _ranked(self, cuts: Ints, most: int, proven: bool = False) -> list[Found]:
-        """The best of these splits that fit: by time, then the most even, then the earliest cuts."""
+    def _ranked(self, cuts: Ints, most: int, *, proven: bool = False, measure: Measure | None = None) -> list[Found]:
+        """The best of these splits that fit: by time, then the most even, then the earliest cuts. measure: of time;
+        None: replays."""
         cuts = cuts[self.fitting(cuts)]
         if not len(cuts):
             return []
-        totals = self.replayer.total_s(cuts, self.recomputed(cuts))
+        totals = (measure or self.replayer.total_s)(cuts, self.recomputed(cuts))
         order = np.argsort(totals, kind="stable")
         order = order[totals[order] <= totals[order[min(most, len(order)) - 1]] * (1 + CLOSE)]
         digits = np.round(np.column_stack((totals[order], self._bottleneck_s(cuts[order]))) / (totals.min() or 1.0), 9)
@@ -212,19 +226,22 @@ class Problem:
         edges, before_s = self._edges(cuts), self.replayer.costs.before_s
         return ((before_s[edges[:, 1:]] - before_s[edges[:, :-1]]) / self.replayer.speeds.min(axis=0)).max(axis=1)
 
-    def _improve(self, found: Found, enough_s: float, work: float) -> Found:
+    def _improve(self, found: Found, enough_s: float, work: float, measure: Measure | None = None) -> Found:
         """Hill climbing: all runs of consecutive cuts moved together by one step, first long steps, then short ones.
 
         Moving a run hands one layer from the stage after it to the stage before it, and leaves the sizes between alike.
         """
         n, p = self.graph.num_layers, self.setting.num_stages
         step = 1 << max(0, (n // (4 * p)).bit_length() - 1)
-        most = int(min(MOST_NEIGHBOURS, work // self.replayer.work))
+        most = MOST_NEIGHBOURS
+        while measure is None and most > 2 * len(found.cuts) and self.replayer.work(most) > work / 4:
+            most //= 2
+        each = p * most * 20 if measure is not None else self.replayer.work(most)
         for _ in range(MOST_ROUNDS):
-            if found.total_s <= enough_s or most < 2 * len(found.cuts) or work < self.replayer.work * most:
+            if found.total_s <= enough_s or work < each:
                 break
-            work -= self.replayer.work * most
-            better = self._ranked(self._neighbours(found.cuts, step, most), 1)
+            work -= each
+            better = self._ranked(self._neighbours(found.cuts, step, most), 1, measure=measure)
             if better and better[0].total_s < found.total_s * (1 - CLOSE):
                 found = better[0]
             elif step == 1:
