@@ -26,7 +26,7 @@ TOLERANCE = 1e-12
 """Relative; sums of floats in another order differ by less."""
 NEAR = 1e-9
 """Relative; a bottleneck this far below one that was found is tried before it is called the smallest."""
-MOST_TABLES = 12
+MOST_TABLES = 6
 """Splits that `best_split` works out where a chain is long."""
 LONG = 50_000
 """Layers x stages of a long chain."""
@@ -330,13 +330,12 @@ def _over_pairs(
     for k in range(0, len(ends), rows):
         some = ends[k : k + rows, None]
         allowed = (starts < some) & (prefix[some] - x <= room)
-        first, last = np.where(allowed, starts, 0), np.where(allowed, some, chain.num_layers)
-        fits = limits.fits(stage, first, last)
-        value = np.where(allowed & fits, base, np.inf)
+        fits = limits.among(stage, starts[None, :], some, allowed)
+        value = np.where(fits, base, np.inf)
         if again is not None and limits.lean is not None:
-            more = again[last] - again[first]
-            lean = limits.lean.fits(stage, first, last) & (prefix[some] - x + more <= room)
-            value = np.where(allowed & ~fits & lean, base + more / speed, value)
+            more = again[some] - again[starts]
+            lean = limits.lean.among(stage, starts[None, :], some, allowed & ~fits & (prefix[some] - x + more <= room))
+            value = np.where(lean, base + more / speed, value)
         source[k : k + rows] = value.argmin(axis=1)
         least[k : k + rows] = value[np.arange(len(some)), source[k : k + rows]]
     return least, source

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.graph import CostGraph, Holding, IntervalSum
-from partitioner.memory import Spread, interval_memory
+from partitioner.memory import BUCKET_BYTES, Spread, interval_memory
 from partitioner.schedule import in_flight
 from partitioner.solver.layout import Layout
 from partitioner.solver.settings import Setting
@@ -38,6 +38,13 @@ class Limits(ABC):
     @abstractmethod
     def roomy(self, stage: Any, first: Any, last: Any) -> Any:
         """As `fits`, but only necessary: true of every part of what it is true of."""
+
+    def among(self, stage: int, first: Ints, last: Ints, asked: Flags) -> Flags:
+        """`fits` of those pairs of first [1, i] and last [j, 1] that are asked for, False elsewhere."""
+        row, column = np.nonzero(asked)
+        flags = np.zeros(asked.shape, dtype=np.bool_)
+        flags[row, column] = self.fits(stage, first[0, column], last[row, 0])
+        return flags
 
     def room_for(self, stage: int) -> Callable[[int, int], bool]:
         """`roomy` of one stage, one run at a time."""
@@ -113,6 +120,34 @@ class DeviceMemory(Limits):
         begin, end = self._edges
         needed = self._standing(first, last) + self.held[stage] * (end[last] - begin[first])
         return needed + self._graph.profile.buffer_bytes <= self.room[stage] + 1  # rounding
+
+    def among(self, stage: int, first: Ints, last: Ints, asked: Flags) -> Flags:
+        """Most pairs are told by sums: of what crosses, no cut has more than all that is alive there."""
+        if self._standing.prefix is None:
+            return super().among(stage, first, last, asked)
+        standing, (begin, end), (most_begin, most_end) = self._standing.prefix, self._edges, self._widest
+        held, room = self._by_stage[stage]
+        flags: Flags = asked & (standing[last] + held * end[last] <= standing[first] + held * begin[first] + room)
+        passing = self._passing + 2 * float(self._graph.at(self._setting.samples).crossing_gradient_bytes.max())
+        most = standing[last] + held * most_end[last] + passing
+        open_ = flags & (most > standing[first] + held * most_begin[first] + room)
+        return np.where(open_, super().among(stage, first, last, open_), flags)
+
+    @cached_property
+    def _widest(self) -> tuple[Floats, Floats]:
+        """As `_edges`, from above."""
+        kept, crossing = self._holding.kept_before, self._graph.at(self._setting.samples).crossing_bytes
+        return kept - crossing, kept + crossing
+
+    @cached_property
+    def _passing(self) -> float:
+        """Bytes of one layer at work, of communication buckets, and of rounding up, at most."""
+        at = np.arange(self._graph.num_layers)
+        layers = float((self._holding.reach(at, at + 1) - self._holding.kept_before[:-1]).max())
+        buckets = (
+            float(self._graph.trainable_bytes(0, self._graph.num_layers)) if self._setting.num_replicas > 1 else 0.0
+        )
+        return layers + (min(buckets, BUCKET_BYTES) if self._setting.num_stages > 1 else buckets) + 16
 
     def never_bind(self) -> bool:
         """Whether all layers together, at the most in flight, with the widest cut on both sides, fit everywhere."""

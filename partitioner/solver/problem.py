@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from partitioner.graph import CostGraph
 from partitioner.solver.bounds import Bounds
-from partitioner.solver.chain import Chain, best_split, cheapest_split
+from partitioner.solver.chain import TOLERANCE, Chain, best_split, cheapest_split
 from partitioner.solver.evaluate import Replayer, link_times
 from partitioner.solver.layout import Layout, Site
 from partitioner.solver.limits import DeviceMemory, Flags
@@ -30,8 +30,6 @@ MOST_ROUNDS = 12
 MOST_PROPOSED = 20
 MOST_WORK = 20_000_000
 """`Replayer.work` to improve a split: some 0.2 s."""
-SLACKS = (1.0, 1.005, 1.02)
-"""How far above the lower bound splits are proposed that could keep within it."""
 CLOSE = 1e-9
 """Relative; times that differ by less are equal, and the simpler setting wins."""
 LARGE = 30_000
@@ -158,27 +156,42 @@ class Problem:
         if not proposed:
             return self._packed(boundaries) if self.setting.stages_per_rank > 1 else None
         cuts = [split.cuts for split in proposed[:MOST_PROPOSED]] + list(self._even(boundaries))
-        for more in SLACKS if self.setting.schedule in ("gpipe", "1f1b") else ():
-            if (split := cheapest_split(self.chain, lines=self.bounds.windows(bound_s * more))) is not None:
-                cuts.append(split.cuts)
-        enough_s = bound_s * (1 + (CLOSE if thorough and not self.is_large else NEARLY))
-        rows = np.unique(cuts, axis=0)
-        climbs = MOST_CLIMBS if thorough and not self.is_large else 1
-        if self.replayer.work(MOST_NEIGHBOURS // 4) * 10 > MOST_WORK:
-            return self._climbed_by_bounds(rows, enough_s)
-        ranked = self._ranked(rows, climbs)
-        if not thorough:
-            return ranked[0] if ranked else None
-        climbed = [self._improve(one, enough_s, MOST_WORK // climbs) for one in ranked]
-        return min(climbed, key=Found.rank, default=None)
+        slow = self.replayer.work(MOST_NEIGHBOURS // 4) * 10 > MOST_WORK
+        measure = self.replayer.least_s if slow and self.setting.schedule == "1f1b" else self.replayer.total_s
+        enough = CLOSE if thorough and not self.is_large else NEARLY
+        ranked = self._ranked(np.unique(cuts, axis=0), MOST_CLIMBS, measure=measure)
+        if thorough and self.setting.schedule in ("gpipe", "1f1b"):
+            bound_s, ranked = self._narrowed(ranked, bound_s, enough, measure)
+        if thorough:
+            climbs = 1 if slow or self.is_large else MOST_CLIMBS
+            climbed = [
+                self._improve(one, bound_s * (1 + enough), MOST_WORK // climbs, measure) for one in ranked[:climbs]
+            ]
+            ranked = sorted([*climbed, *ranked], key=Found.rank)
+        if measure is self.replayer.least_s:
+            rows = np.array([one.cuts for one in ranked[:2]], dtype=np.int64)
+            ranked = self._ranked(rows, 1) if len(rows) else []
+        return ranked[0]._replace(bound_s=bound_s) if ranked else None
 
-    def _climbed_by_bounds(self, cuts: Ints, enough_s: float) -> Found | None:
-        """Where replays take long: the splits that promise the most, improved by what they promise, then replayed."""
-        measure = self.replayer.least_s if self.setting.schedule == "1f1b" else self.replayer.total_s
-        promising = self._ranked(cuts, 2, measure=measure)
-        climbed = [self._improve(one, enough_s, MOST_WORK, measure=measure) for one in promising[:1]]
-        rows = np.unique([one.cuts for one in (*promising, *climbed)], axis=0)
-        return next(iter(self._ranked(rows, 1)), None) if len(rows) else None
+    def _narrowed(
+        self, ranked: list[Found], bound_s: float, enough: float, measure: Measure
+    ) -> tuple[float, list[Found]]:
+        """A higher bound and better splits: where none keeps to what a step of so many seconds asks of each stage, no
+        step is as short; where one does, it may be short itself."""
+        tries = 3 if self.is_large else 6
+        for k in range(tries):
+            best_s = ranked[0].total_s if ranked else 2 * bound_s
+            if best_s <= bound_s * (1 + enough):
+                break
+            goal_s = bound_s * (1 + TOLERANCE) if k == 0 else bound_s + (best_s - bound_s) / 3
+            if (split := cheapest_split(self.chain, lines=self.bounds.windows(goal_s))) is None:
+                bound_s = max(bound_s, goal_s * (1 - 2 * TOLERANCE))
+            else:
+                rows = np.unique([split.cuts, *(one.cuts for one in ranked)], axis=0)
+                ranked = self._ranked(rows, MOST_CLIMBS, measure=measure)
+                if k and ranked and ranked[0].total_s >= best_s * (1 - CLOSE):
+                    break
+        return bound_s, ranked
 
     def _packed(self, boundaries: list[Ints]) -> Found | None:
         """Where stages of one rank fit together although not each fits an equal share of it."""
@@ -220,7 +233,9 @@ class Problem:
         order = order[totals[order] <= totals[order[min(most, len(order)) - 1]] * (1 + CLOSE)]
         digits = np.round(np.column_stack((totals[order], self._bottleneck_s(cuts[order]))) / (totals.min() or 1.0), 9)
         order = order[np.lexsort((*cuts[order].T[::-1], *digits.T[::-1]))][:most]
-        return [Found(float(totals[k]), self, tuple(map(int, cuts[k])), proven) for k in order]
+        return [
+            Found(float(totals[k]), self, tuple(map(int, cuts[k])), float(totals[k]) if proven else 0.0) for k in order
+        ]
 
     def _bottleneck_s(self, cuts: Ints) -> Any:
         edges, before_s = self._edges(cuts), self.replayer.costs.before_s
@@ -276,8 +291,8 @@ class Found(NamedTuple):
     """Step + optimizer."""
     problem: Problem
     cuts: tuple[int, ...]
-    proven: bool
-    """Every split of the setting was replayed: none is faster."""
+    bound_s: float
+    """No split of the setting is faster."""
 
     @property
     def setting(self) -> Setting:

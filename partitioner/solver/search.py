@@ -101,7 +101,7 @@ def _race(
             unfit.append(problem.setting)
         else:
             found.append(one)
-            lower, best = min(lower, one.total_s if one.proven else bound_s), min(best, one.total_s)
+            lower, best = min(lower, max(bound_s, one.bound_s)), min(best, one.total_s)
     waiting += beaten
     return found, min([lower, best, *(one.bound_s for one in waiting)])
 
