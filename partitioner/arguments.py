@@ -13,7 +13,7 @@ from partitioner.specs import EXECUTED, OPTIMIZER_BYTES, SCHEDULES, Cluster, par
 
 _CHOICES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "precision": (("fp32",), ("bf16", "fp16", "bf16-mixed", "fp16-mixed")),
-    "recompute": (("auto", "never"), ("always",)),
+    "recompute": (("auto", "never", "always"), ()),
     "shard": (("auto", "none"), ("zero1", "zero2", "zero3")),
     "gradient_compression": ((None,), ("fp16", "bf16", "powersgd")),
     "objective": (("train", "throughput", "latency"), ()),

@@ -324,7 +324,9 @@ class Training(Frozen):
     optimizer_bytes: Annotated[float, Field(ge=0)] = 8
     """Optimizer state, bytes a trainable parameter element."""
     precision: Literal["fp32"] = "fp32"
-    recompute: Literal["never"] = "never"
+    recompute: Literal["auto", "never", "always"] = "never"
+    """Whether stages run their layers again in their backward instead of keeping what these save; auto: those stages
+    that do not fit otherwise."""
     shard: Literal["none"] = "none"
     memory_limit_bytes: Bytes | None = None
     objective: Objective = "train"

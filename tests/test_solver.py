@@ -19,6 +19,7 @@ from partitioner.solver import problem as one_setting
 from partitioner.solver import solve
 from partitioner.solver.chain import Chain, best_split, cheapest_split, smallest_bottleneck
 from partitioner.solver.evaluate import Replayer
+from partitioner.solver.layout import Site
 from partitioner.solver.limits import Limits
 from partitioner.solver.problem import Problem
 from partitioner.solver.settings import Setting, divisors, layouts, mesh_levels
@@ -29,6 +30,10 @@ from partitioner.specs import Link, Training
 FAST = Link.of(1e-5, 1e11)
 SLOW = Link.of(1e-6, 1e9)
 SLOWER = Link.of(1e-5, 1e8)
+
+
+def layouts_of(there, num_stages, num_replicas):
+    return [layout.ranks for layout in layouts(Site(there, Training(batch_size=1)), num_stages, num_replicas)]
 
 
 def sizes(plan):
@@ -200,10 +205,11 @@ def test_the_axis_that_moves_more_stays_inside_a_node():
 
 
 def test_one_layout_is_left_where_both_take_the_same_time():
-    assert len(layouts(cluster(4), 2, 2)) == 1
-    assert len(layouts(cluster(4, nodes=[0, 0, 1, 1], inter=SLOWER), 2, 2)) == 2
-    assert len(layouts(cluster(4, nodes=[0, 0, 1, 1], inter=SLOWER), 1, 4)) == 1
-    assert len(layouts(cluster(4, speeds=[1.0, 1.0, 2.0, 2.0]), 2, 2)) == 2
+    assert len(layouts_of(cluster(4), 2, 2)) == 1
+    assert len(layouts_of(cluster(4, nodes=[0, 0, 1, 1], inter=SLOWER), 2, 2)) == 2
+    assert len(layouts_of(cluster(4, nodes=[0, 0, 1, 1], inter=SLOWER), 1, 4)) == 1
+    # a fast and a slow replica, the slow devices first, the fast devices first
+    assert len(layouts_of(cluster(4, speeds=[1.0, 1.0, 2.0, 2.0]), 2, 2)) == 3
 
 
 def test_one_device_is_a_plan_like_any_other():
@@ -361,7 +367,7 @@ def test_splits_replayed_together_take_what_the_simulator_predicts(seed):
     training = Training(batch_size=2 * dp * m)
     baseline = single_device(graph, there, training)
     for schedule in ("gpipe", "1f1b"):
-        for ranks in layouts(there, p, dp):
+        for ranks in layouts_of(there, p, dp):
             setting = Setting(p, dp, schedule, m, 2, ranks)
             splits = list(itertools.combinations(range(1, n), p - 1))
             totals = Replayer(graph, there, setting).total_s(np.array(splits, dtype=int).reshape(len(splits), p - 1))
@@ -388,7 +394,7 @@ def brute_force(graph, there, training):
     baseline = single_device(graph, there, training)
     for meshes in mesh_levels(graph, there, training):
         best = float("inf")
-        for setting in every_setting(there, training, meshes):
+        for setting, _ in every_setting(Site(there, training), training, meshes):
             shape = {"schedule": setting.schedule, "num_microbatches": setting.num_microbatches}
             for cuts in itertools.combinations(graph.allowed_cuts, setting.num_stages - 1):
                 held = (
@@ -461,7 +467,7 @@ def test_no_split_is_faster_than_the_lower_bound_of_its_setting(seed):
         speeds=[rng.choice([1.0, 3.0]) for _ in range(p * dp)] if seed % 3 == 0 else None,
     )
     for schedule in ("gpipe", "1f1b"):
-        for ranks in layouts(there, p, dp):
+        for ranks in layouts_of(there, p, dp):
             setting = Setting(p, dp, schedule, m, 1, ranks)
             starts = stage_starts(n, p, graph.allowed_cuts)
             problem = Problem(graph, there, Training(batch_size=dp * m), setting, starts)

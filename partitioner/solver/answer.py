@@ -11,10 +11,10 @@ from partitioner.simulator import predict, single_device
 from partitioner.solver.explain import reasons
 from partitioner.solver.inference import solve_inference
 from partitioner.solver.problem import Found
-from partitioner.solver.search import Searched, search
-from partitioner.solver.settings import check_request, mesh_levels
+from partitioner.solver.search import Searched, search, worth_searching
+from partitioner.solver.settings import check_request
 from partitioner.solver.shortage import shortage
-from partitioner.specs import Cluster, Training
+from partitioner.specs import EXECUTED, Cluster, Training
 
 MOST_RUNNERS_UP = 5
 
@@ -36,7 +36,7 @@ def solve(profile: Profile, cluster: Cluster, training: Training, *, progress: b
         return solve_inference(graph, cluster, training)
     check_request(graph, cluster, training)
     with shown(progress) as tell:
-        for meshes in mesh_levels(graph, cluster, training):
+        for meshes in worth_searching(graph, cluster, training):
             searched = search(graph, cluster, training, meshes, tell)
             if searched.found:
                 return _plan(graph, cluster, training, searched)
@@ -48,6 +48,7 @@ def _plan(graph: CostGraph, cluster: Cluster, training: Training, searched: Sear
     best = searched.found[0]
     setting = best.setting
     free = _unpinned(graph, cluster, training)
+    recompute = best.recompute
     baseline = single_device(graph, cluster, training)
     prediction = predict(
         graph,
@@ -58,11 +59,14 @@ def _plan(graph: CostGraph, cluster: Cluster, training: Training, searched: Sear
         num_microbatches=setting.num_microbatches,
         cuts=best.cuts,
         ranks=setting.ranks_by_stage,
+        recompute=recompute,
         baseline=baseline,
     )
     stages = tuple(
-        Stage(index=k, layers=layers, ranks=setting.ranks_by_stage[k])
-        for k, layers in enumerate(graph.stage_ids(best.cuts))
+        Stage(index=k, layers=layers, ranks=ranks, recompute=again)
+        for k, (layers, ranks, again) in enumerate(
+            zip(graph.stage_ids(best.cuts), setting.ranks_by_stage, recompute, strict=True)
+        )
     )
     return Plan(
         profile=graph.profile,
@@ -76,6 +80,7 @@ def _plan(graph: CostGraph, cluster: Cluster, training: Training, searched: Sear
         lower_bound_s=min(searched.lower_bound_s, prediction.step_s + prediction.optimizer_s),
         runners_up=_runners_up(graph, searched, free),
         why=reasons(best, prediction, searched, free),
+        runnable=setting.schedule in EXECUTED,
     )
 
 
@@ -84,7 +89,7 @@ def _unpinned(graph: CostGraph, cluster: Cluster, training: Training) -> Found |
     if not training.pin:
         return None
     training = training.model_copy(update={"pin": {}})
-    for meshes in mesh_levels(graph, cluster, training):
+    for meshes in worth_searching(graph, cluster, training):
         if found := search(graph, cluster, training, meshes).found:
             return found[0]
     return None

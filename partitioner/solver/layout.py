@@ -42,8 +42,9 @@ class Site:
 class Layout:
     """Ranks by place in the pipeline, one a replica; replicas that take the same time are told once, as lines."""
 
-    def __init__(self, site: Site, ranks: Ranks) -> None:
-        self.site, self.ranks = site, ranks
+    def __init__(self, site: Site, ranks: Ranks, number: int = 0) -> None:
+        """number: of those that were thought of for a mesh, the simplest first."""
+        self.site, self.ranks, self.number = site, ranks, number
         self._at = np.array(ranks)
         speeds, nodes = site.speed[self._at], site.node[self._at]
         self._apart = np.zeros(len(ranks), np.bool_) if site.one_link else (nodes != nodes[:, :1]).any(axis=1)

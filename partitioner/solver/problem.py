@@ -313,12 +313,13 @@ class Found(NamedTuple):
         return (False,) * self.setting.num_stages if flags is None else tuple(flags[0].tolist())
 
     def rank(self) -> tuple[Any, ...]:
-        """Order of preference: time to nine digits, less recomputed, the simpler setting, more even, earlier cuts."""
+        """Order of preference: time to nine digits, less recomputed, simpler, more even, the cluster's own order."""
         return (
             float(f"{self.total_s:.9e}"),
             sum(self.recompute),
             self.setting.size,
             float(f"{self.bottleneck_s:.9e}"),
+            self.problem.layout.number,
             self.cuts,
         )
 

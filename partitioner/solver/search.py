@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from partitioner.graph import CostGraph
 from partitioner.progress import Progress
-from partitioner.solver.layout import Layout, Ranks, Site
+from partitioner.solver.chain import has_room
+from partitioner.solver.layout import Site
 from partitioner.solver.problem import CLOSE, Found, Problem
-from partitioner.solver.settings import Kind, Setting, pinned_positions, settings
-from partitioner.solver.starts import stage_starts
+from partitioner.solver.settings import Kind, Setting, layouts, mesh_levels, pinned_positions, settings
+from partitioner.solver.starts import Starts, stage_starts
 from partitioner.specs import Cluster, Training
 
 MOST_RIVALS = 5
@@ -43,21 +45,54 @@ def search(
     A setting waits with its quick bound, comes back with its tight one, and is solved when that is the smallest of all;
     once the smallest bound is above the best time found, the rest cannot win.
     """
-    pins = pinned_positions(graph, training)
-    counts = sorted({setting.num_stages for setting in settings(cluster, training, meshes)})
-    starts = {p: stage_starts(graph.num_layers, p, graph.allowed_cuts, pins) for p in counts}
-    site, layouts = Site(cluster, training), dict[Ranks, Layout]()
+    pins, starts = pinned_positions(graph, training), dict[int, Starts | None]()
     waiting: list[Waiting] = []
-    for setting in settings(cluster, training, meshes):
-        if (possible := starts[setting.num_stages]) is not None:
-            if setting.ranks not in layouts:
-                layouts[setting.ranks] = Layout(site, setting.ranks)
-            problem = Problem(graph, cluster, training, setting, possible, layouts[setting.ranks])
+    for setting, layout in settings(Site(cluster, training), training, meshes):
+        p = setting.num_stages
+        if p not in starts:
+            starts[p] = stage_starts(graph.num_layers, p, graph.allowed_cuts, pins)
+        if (possible := starts[p]) is not None:
+            problem = Problem(graph, cluster, training, setting, possible, layout)
             waiting.append(Waiting(problem.quick_s(), len(waiting), False, problem))
     unfit: list[Setting] = []
     found, lower_bound_s = _race(waiting, unfit, tell=tell)
     rivals = _rivals(found, waiting)
     return Searched(tuple(sorted(found + rivals, key=Found.rank)), lower_bound_s, tuple(unfit))
+
+
+def worth_searching(graph: CostGraph, cluster: Cluster, training: Training) -> Iterator[list[tuple[int, int]]]:
+    """`mesh_levels`, once the first has been looked at without those numbers of stages that have no room for any split:
+    not even at one sample a micro-batch, with the most replicas."""
+    levels = mesh_levels(graph, cluster, training)
+    yield from levels[:1]
+    site, pins = Site(cluster, training), pinned_positions(graph, training)
+    room: dict[int, bool] = {}
+    if len(levels) > 1 and site.alike and training.schedule in ("auto", "1f1b", "gpipe"):
+        most: dict[int, int] = {}
+        for pp, dp in (mesh for level in levels for mesh in level):
+            most[pp] = max(dp, most.get(pp, 0))
+        for pp, dp in most.items():
+            room[pp] = _looked_at(pp) and _may_fit(graph, cluster, training, site, pins, pp, dp)
+    for level in levels[1:]:
+        if left := [mesh for mesh in level if room.get(mesh[0], True)]:
+            yield left
+
+
+def _looked_at(pp: int) -> bool:
+    """All numbers of stages up to 128, then those of seven binary digits: 64 for each doubling."""
+    return pp & ((1 << max(0, pp.bit_length() - 7)) - 1) == 0
+
+
+def _may_fit(
+    graph: CostGraph, cluster: Cluster, training: Training, site: Site, pins: dict[int, int], pp: int, dp: int
+) -> bool:
+    starts, each = stage_starts(graph.num_layers, pp, graph.allowed_cuts, pins), training.batch_size // dp
+    if starts is None:
+        return False
+    count = each if training.microbatches == "auto" else training.microbatches
+    layout = layouts(site, pp, dp)[0]
+    setting = Setting(pp, dp, "1f1b", max(1, count), max(1, each // count), layout.ranks)
+    return has_room(Problem(graph, cluster, training, setting, starts, layout).chain)
 
 
 class Waiting(NamedTuple):

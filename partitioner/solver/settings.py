@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, permutations
 from typing import Literal
+
+import numpy as np
 
 from partitioner.errors import ArgumentError, NotBuiltError
 from partitioner.graph import CostGraph
 from partitioner.schedule import placement
-from partitioner.simulator import place
-from partitioner.solver.layout import Ranks
+from partitioner.solver.layout import Ints, Layout, Ranks, Site
 from partitioner.specs import EXECUTED, Cluster, ScheduleName, Training
 
 MOST_ACTIONS = 2**18
 """Settings chosen by us have at most this many actions a step; more micro-batches than that gain nothing."""
+
+MOST_PERMUTED = 5
+"""Unequal devices of which every order is tried."""
 
 Kind = tuple[int, int, ScheduleName]
 """Stages, replicas, schedule: what makes a different plan, rather than the same one with other figures."""
@@ -69,11 +73,6 @@ def check_request(graph: CostGraph, cluster: Cluster, training: Training) -> Non
     batch, most_stages = training.batch_size, len(graph.allowed_cuts) + 1
     fixed = _fixed(training)
     pp, dp = fixed.get("pp"), fixed.get("dp")
-    if training.schedule != "auto" and training.schedule not in EXECUTED:
-        raise NotBuiltError(
-            f"schedule={training.schedule!r} is simulated, but no split is searched for it in this version: "
-            f"use {', '.join(map(repr, EXECUTED))} or 'auto'"
-        )
     if (pp or 1) * (dp or 1) > cluster.num_devices:
         raise ArgumentError(
             f"the mesh {fixed} needs {(pp or 1) * (dp or 1)} devices, there are {cluster.num_devices}: "
@@ -103,7 +102,7 @@ def check_request(graph: CostGraph, cluster: Cluster, training: Training) -> Non
 
 def recomputation(training: Training) -> Literal["never", "always", "where needed"]:
     """Which stages run their forwards again for their backwards; where needed: those that do not fit otherwise."""
-    return "never"
+    return "where needed" if training.recompute == "auto" else training.recompute
 
 
 def pinned_positions(graph: CostGraph, training: Training) -> dict[int, int]:
@@ -166,7 +165,7 @@ def mesh_levels(graph: CostGraph, cluster: Cluster, training: Training) -> list[
     return [levels[used] for used in sorted(levels, reverse=True)]
 
 
-def settings(cluster: Cluster, training: Training, meshes: list[tuple[int, int]]) -> Iterator[Setting]:
+def settings(site: Site, training: Training, meshes: Sequence[tuple[int, int]]) -> Iterator[tuple[Setting, Layout]]:
     """Every setting of those meshes: micro-batch counts that divide a replica's samples, schedules, and layouts."""
     for pp, dp in meshes:
         each = training.batch_size // dp
@@ -176,28 +175,77 @@ def settings(cluster: Cluster, training: Training, meshes: list[tuple[int, int]]
             schedules = (training.schedule,)
         else:
             schedules = ("1f1b", "gpipe") if pp > 1 else ("1f1b",)
+        arranged = layouts(site, pp, dp)
         for count in counts:
-            too_many = training.microbatches == "auto" and count > 1 and 2 * pp * count > MOST_ACTIONS
-            if each % count == 0 and not too_many:
-                for ranks in layouts(cluster, pp, dp):
-                    for schedule in schedules:
-                        yield Setting(pp, dp, schedule, count, each // count, ranks)
+            for schedule in schedules:
+                for stages in stages_per_rank(schedule, training, pp):
+                    too_many = training.microbatches == "auto" and count > 1 and 2 * pp * stages * count > MOST_ACTIONS
+                    if each % count == 0 and not too_many:
+                        for layout in arranged:
+                            yield Setting(pp, dp, schedule, count, each // count, layout.ranks, stages), layout
 
 
-def layouts(cluster: Cluster, num_stages: int, num_replicas: int) -> list[Ranks]:
-    """Ranks by stage, one a replica: a replica's stages side by side, or a stage's replicas side by side.
+def stages_per_rank(schedule: ScheduleName, training: Training, pp: int) -> tuple[int, ...]:
+    """How many stages each rank runs."""
+    if schedule == "interleaved":
+        return (2, 3, 4) if pp > 1 else (2,)
+    return (2,) if schedule == "zero-bubble-v" else (1,)
+
+
+def layouts(site: Site, num_places: int, num_replicas: int) -> list[Layout]:
+    """A replica's places side by side, or a place's replicas side by side.
 
     Side by side is within a node where that is possible, so the first keeps transfers and the second keeps gradient
-    sync off the slow links. One of them is left out where both take the same time.
+    sync off the slow links. One of them is left out where both take the same time. Devices that are not alike are put
+    in other orders, too: all of them where they are few, else by speed and by memory, as a stage's place in the
+    schedule can ask for either.
     """
-    by_replica = place(cluster, num_stages, num_replicas)
-    ranks = [rank for replica in zip(*by_replica, strict=True) for rank in replica]
-    by_stage = tuple(tuple(ranks[s * num_replicas : (s + 1) * num_replicas]) for s in range(num_stages))
-    devices = {cluster.devices[rank] for rank in ranks}
-    one_node = len({cluster.nodes[rank] for rank in ranks}) == 1
-    if by_stage == by_replica or (len(devices) == 1 and (one_node or cluster.intra == cluster.inter)):
-        return [by_replica]
-    return [by_replica, by_stage]
+    used = num_places * num_replicas
+    if used > site.cluster.num_devices:
+        raise ArgumentError(
+            f"{num_places} stages x {num_replicas} replicas need {used} devices, the cluster has "
+            f"{site.cluster.num_devices}: use a smaller mesh"
+        )
+    by_node = np.argsort(site.node[:used], kind="stable")
+    found: dict[bytes, Layout] = {}
+    for order in _orders(site, by_node, num_replicas):
+        for at in (order.reshape(num_replicas, num_places).T, order.reshape(num_places, num_replicas)):
+            looks = _looks(site, at)
+            if looks not in found:
+                found[looks] = Layout(site, tuple(map(tuple, at.tolist())), len(found))
+    return list(found.values())
+
+
+def _looks(site: Site, at: Ints) -> bytes:
+    """The same for ranks [places, replicas] whose replicas look the same, in whatever order."""
+    if site.alike and site.one_link:
+        return b""
+    columns = [site.speed[at], site.room[at]]
+    if not site.one_link:
+        columns.append(np.array([np.argmax(site.node[at] == site.node[at[place]], axis=0) for place in range(len(at))]))
+        columns.append(
+            (site.node[at] != site.node[at[:, :1]]).any(axis=1, keepdims=True) | np.zeros(at.shape, np.bool_)
+        )
+    table = np.concatenate([column.astype(float) for column in columns])
+    return table[:, np.lexsort(table)].tobytes()
+
+
+def _orders(site: Site, ranks: Ints, num_replicas: int) -> Iterator[Ints]:
+    """Ranks in the orders to try, the cluster's own first."""
+    yield ranks
+    figures = list(zip(site.speed[ranks].tolist(), site.room[ranks].tolist(), strict=True))
+    if site.alike or len(set(figures)) == 1:
+        return
+    if num_replicas == 1 and len(ranks) <= MOST_PERMUTED:
+        seen = {tuple((*figures[k], int(site.node[ranks[k]])) for k in range(len(ranks)))}
+        for order in permutations(range(len(ranks))):
+            looks = tuple((*figures[k], int(site.node[ranks[k]])) for k in order)
+            if looks not in seen:
+                seen.add(looks)
+                yield ranks[list(order)]
+        return
+    for key in (-site.speed[ranks], site.speed[ranks], -site.room[ranks]):
+        yield ranks[np.argsort(key, kind="stable")]
 
 
 def divisors(number: int) -> list[int]:

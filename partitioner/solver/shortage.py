@@ -10,6 +10,7 @@ import numpy as np
 from partitioner.graph import CostGraph
 from partitioner.memory import memory_limit, stage_memory
 from partitioner.solver.chain import Chain, Split, cheapest_split, has_room, smallest_bottleneck
+from partitioner.solver.layout import Site
 from partitioner.solver.problem import Problem
 from partitioner.solver.settings import mesh_levels, pinned_positions, settings
 from partitioner.solver.starts import stage_starts
@@ -71,21 +72,21 @@ def _leanest(graph: CostGraph, cluster: Cluster, training: Training) -> Iterator
     More stages hold fewer layers but, under 1f1b, more micro-batches; more replicas have fewer samples each, but whole
     models among them hold their gradients twice.
     """
-    pins = pinned_positions(graph, training)
+    pins, site = pinned_positions(graph, training), Site(cluster, training)
     replicas: dict[int, list[int]] = {}
     for stages, count in sorted(mesh for level in mesh_levels(graph, cluster, training) for mesh in level):
         replicas.setdefault(stages, []).append(count)
-    flags = {stages: stage_starts(graph.num_layers, stages, graph.allowed_cuts, pins) for stages in replicas}
-    possible = [stages for stages in sorted(replicas, reverse=True) if flags[stages] is not None]
-    for stages in possible:
-        starts = flags[stages]
-        if starts is None or (stages not in (possible[0], possible[-1]) and stages & (stages - 1)):
+    most, fewest = max(replicas), min(replicas)
+    for stages in sorted(replicas, reverse=True):
+        if stages not in (most, fewest) and stages & (stages - 1):
+            continue
+        if (starts := stage_starts(graph.num_layers, stages, graph.allowed_cuts, pins)) is None:
             continue
         for count in dict.fromkeys((replicas[stages][-1], replicas[stages][0])):
-            every = list(settings(cluster, training, [(stages, count)]))
-            every = [one for one in every if (one.schedule, one.ranks) == (every[0].schedule, every[0].ranks)]
-            for setting in dict.fromkeys((every[-1], every[0])) if every else ():
-                yield Problem(graph, cluster, training, setting, starts)
+            every = list(settings(site, training, [(stages, count)]))
+            every = [one for one in every if one[0].schedule == every[0][0].schedule and one[1] is every[0][1]]
+            for setting, layout in every[-1:] + every[:-1][:1]:
+                yield Problem(graph, cluster, training, setting, starts, layout)
 
 
 def _fits(problem: Problem) -> bool:
@@ -173,11 +174,11 @@ def _more_devices(graph: CostGraph, cluster: Cluster, training: Training) -> int
         meshes = [mesh for level in mesh_levels(graph, grown, training) for mesh in level if mesh[0] * mesh[1] == count]
         for mesh in sorted(meshes, reverse=True)[:1]:
             starts = stage_starts(graph.num_layers, mesh[0], graph.allowed_cuts, pins)
-            every = list(settings(grown, training, [mesh])) if starts is not None else []
-            every = [one for one in every if one.schedule == every[0].schedule]
-            for setting in dict.fromkeys((every[-1], every[0])) if every else ():
+            every = list(settings(Site(grown, training), training, [mesh])) if starts is not None else []
+            every = [one for one in every if one[0].schedule == every[0][0].schedule]
+            for setting, layout in every[-1:] + every[:-1][:1]:
                 assert starts is not None
-                if _fits(Problem(graph, grown, training, setting, starts)):
+                if _fits(Problem(graph, grown, training, setting, starts, layout)):
                     return True
         return False
 
