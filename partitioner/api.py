@@ -106,6 +106,7 @@ def partition(
             schedule=cast(Any, schedule),
             optimizer=optimizer if isinstance(optimizer, str) else f"{optimizer:g} bytes a parameter",
             optimizer_bytes=_optimizer_bytes(optimizer, model),
+            recompute=cast(Any, recompute),
             memory_limit_bytes=None if memory_limit is None else parse_bytes(memory_limit),
             objective=cast(Any, objective),
             pin=dict(pin or {}),

@@ -266,7 +266,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--schedule", help="gpipe, 1f1b or auto")
     plan.add_argument("--optimizer", help="for memory: sgd, sgd-momentum, adam or adamw")
     plan.add_argument("--precision", help="fp32")
-    plan.add_argument("--recompute", help="never or auto")
+    plan.add_argument("--recompute", help="never, auto or always")
     plan.add_argument("--shard", help="none or auto: state of the optimizer, gradients and weights over replicas")
     plan.add_argument("--gradient-compression", help="none in this version")
     plan.add_argument("--memory-limit", metavar="SIZE", help="of a device: 70GiB")

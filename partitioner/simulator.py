@@ -291,9 +291,10 @@ def predict(
 def single_device(graph: CostGraph, cluster: Cluster, training: Training, *, overhead_s: float = 0.0) -> Baseline:
     """The best that one of the cluster's devices does alone, over every micro-batch count that divides the batch."""
     batch_size = training.batch_size
-    counts = [count for count in range(1, batch_size + 1) if batch_size % count == 0]
+    small = [count for count in range(1, math.isqrt(batch_size) + 1) if batch_size % count == 0]
+    counts = sorted({*small, *(batch_size // count for count in small)})
     found = []
-    for device in set(cluster.devices):
+    for device in set({id(device): device for device in cluster.devices}.values()):
         speed = device.relative_speed
         for count in counts:
             arrays = graph.at(batch_size / count)
@@ -354,12 +355,20 @@ def replica_costs(
     moved = graph.transfers(cuts, samples)
     shared = [(parameter.bytes, owners) for parameter, owners in graph.synced_parameters(cuts) if parameter.trainable]
     elements = float(graph.trainable_elements(0, graph.num_layers))
-    replicas = []
+    replicas: list[Replica] = []
+    sync_links = [cluster.slowest_link(tuple(row)) for row in ranks]
+    known: dict[tuple[tuple[float, int], ...], Replica] = {}
     for r in range(num_replicas):
+        nodes = [cluster.nodes[row[r]] for row in ranks]
+        looks = tuple(
+            (cluster.devices[row[r]].relative_speed, nodes.index(node)) for row, node in zip(ranks, nodes, strict=True)
+        )
+        if looks in known:  # the same stages on devices as fast, and the same of them in one node
+            replicas.append(known[looks])
+            continue
         stages = []
         for stage, (first, last) in enumerate(bounds):
-            speed = cluster.devices[ranks[stage][r]].relative_speed
-            link = cluster.slowest_link(tuple(ranks[stage]))
+            speed, link = cluster.devices[ranks[stage][r]].relative_speed, sync_links[stage]
             if len(bounds) == 1:
                 sync_s = replica_sync_s(graph, link, samples, num_replicas, speed)
             else:
@@ -394,7 +403,8 @@ def replica_costs(
             link = cluster.link(first_rank, second_rank)
             times = [link.time(size) if first_rank != second_rank else 0.0 for size in (forward_bytes, backward_bytes)]
             transfers.append(Transfer(source, target, *times))
-        replicas.append(Replica(tuple(stages), tuple(transfers)))
+        known[looks] = Replica(tuple(stages), tuple(transfers))
+        replicas.append(known[looks])
     return replicas
 
 

@@ -120,7 +120,6 @@ def test_a_plan_places_every_layer_and_the_model_stays_as_it_was(name: str) -> N
     [
         ("precision", "bf16"),
         ("precision", "fp16-mixed"),
-        ("recompute", "always"),
         ("recompute", "h.0"),
         ("shard", "zero3"),
         ("gradient_compression", "powersgd"),

@@ -456,7 +456,6 @@ def test_a_plan_that_cannot_fit_is_3(run: Any, folder: Path) -> None:
         ("--memory-limit", "1Gb", "bits"),
         ("--schedule", "zigzag", "schedule='zigzag' is unknown"),
         ("--precision", "bf16", "precision='bf16' is not built"),
-        ("--recompute", "always", "recompute='always' is not built"),
         ("--shard", "zero3", "shard='zero3' is not built"),
         ("--gradient-compression", "powersgd", "gradient_compression='powersgd' is not built"),
         ("--objective", "speed", "objective='speed' is unknown"),

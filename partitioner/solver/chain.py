@@ -24,8 +24,6 @@ from partitioner.solver.starts import Starts
 
 TOLERANCE = 1e-12
 """Relative; sums of floats in another order differ by less."""
-NEAR = 1e-9
-"""Relative; a bottleneck this far below one that was found is tried before it is called the smallest."""
 MOST_TABLES = 6
 """Splits that `best_split` works out where a chain is long."""
 LONG = 50_000
@@ -186,16 +184,19 @@ def smallest_bottleneck(chain: Chain, *, precision: float = TOLERANCE) -> float:
     high = min(high, found)
     if (found := _attained(chain, prefix, low)) is not None:
         return found
-    halve = True
+    halve = False
     while high - low > precision * high:
-        just_below = high * (1 - NEAR)
-        middle = (low + high) / 2 if halve or just_below <= low else just_below
+        following = _following(chain, prefix, low) if not halve else low
+        middle = following if low < following < high else (low + high) / 2
         if not low < middle < high:
             break
         if (found := _attained(chain, prefix, middle)) is None:
-            low, halve = middle, high - low > 1e-4 * high
+            low, halve = middle, not halve
         else:
-            high, halve = min(found, middle), True
+            high = min(found, middle)
+            if middle == following and not halve:
+                return high
+            halve = False
     return high if precision <= TOLERANCE else low
 
 
@@ -214,6 +215,27 @@ def _attained(chain: Chain, prefix: list[float], bottleneck: float) -> float | N
             return bottleneck
         return max((prefix[b] - prefix[a]) / v for (a, b), v in zip(pairwise(edges), chain.speeds, strict=True))
     return bottleneck if _followed(chain, bottleneck) else None
+
+
+def _following(chain: Chain, prefix: list[float], bottleneck: float) -> float:
+    """Where T is too small, the next one at which a walk comes out otherwise: some stage takes one more piece. None in
+    between is possible. T itself where a stage is held up by memory, or may recompute."""
+    if chain.limits is not None or len(set(chain.speeds)) > 1:
+        return bottleneck
+    starts, at, least = chain.starts, 0, math.inf
+    for s in range(chain.num_stages):
+        room = bottleneck * chain.speeds[s]
+        end = bisect_right(prefix, prefix[at] + room * (1 + TOLERANCE)) - 1
+        if s + 1 == chain.num_stages:
+            least = min(least, prefix[-1] - prefix[at])
+            break
+        reach = starts.floor[min(end, starts.high[s + 1])]
+        if reach < starts.high[s + 1]:
+            least = min(least, prefix[starts.ceiling[max(reach + 1, starts.low[s + 1])]] - prefix[at])
+        if reach < starts.low[s + 1]:
+            break
+        at = reach
+    return max(bottleneck, least / chain.speeds[0])
 
 
 def _followed(chain: Chain, bottleneck: float) -> bool:
