@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from partitioner.plan import Plan
     from partitioner.report.comparison import Comparison
     from partitioner.report.explorer import Explorer
+    from partitioner.report.scalars import Scalars
     from partitioner.timeline import Timeline
 
 
@@ -58,6 +59,11 @@ class ShownPlan(Shown):
     def explore(self) -> Explorer:
         """The notebook's explorer: move cuts, micro-batches and schedule by hand, and see what that costs."""
         found: Explorer = _view("explorer").Explorer(self)
+        return found
+
+    def scalars(self, folder: str | os.PathLike[str]) -> Scalars:
+        """TensorBoard scalars of a run beside this prediction; `add(step, stage.timeline())` after each step."""
+        found: Scalars = _view("scalars").Scalars(self, folder)
         return found
 
     def save_report(self, path: str | os.PathLike[str], *, measured: Timeline | None = None) -> None:

@@ -26,6 +26,7 @@ from torch import nn
 from partitioner.capture import Capture, CapturedLayer, CapturedTensor, capture, copied
 from partitioner.errors import ArgumentError, SetupError, UnsupportedModelError
 from partitioner.joining import base_name
+from partitioner.layer_trace import name_layers
 from partitioner.losses import Loss, LossFunction
 from partitioner.microbatches import Cutter, MicroBatch, as_call
 from partitioner.parts import Payload
@@ -515,24 +516,64 @@ def _storage(tensor: torch.Tensor) -> int:
         return id(tensor)
 
 
+TRACED = 3
+"""Runs of each layer in a trace; one more, before them, warms up."""
+
+
 def _trace(model: nn.Module, probes: list[_Probe], device: torch.device, everywhere: bool, directory: Path) -> None:
-    """One more pass with torch.profiler on, a range named by each layer's full id around it."""
+    """More runs with torch.profiler on, a range named by each layer's full id around what is timed of it."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
+    directory.mkdir(parents=True, exist_ok=True)
+    before = set(directory.iterdir())
     handler = torch.profiler.tensorboard_trace_handler(os.fspath(directory))
-    with torch.profiler.profile(activities=activities, on_trace_ready=handler, with_stack=True, record_shapes=True):
+    with torch.profiler.profile(activities=activities, on_trace_ready=handler, record_shapes=True):
         for probe in probes:
-            label = f"{probe.layer.id} ({probe.samples} samples)"
             with _resident(model, probe.layer, device, everywhere):
-                if probe.state is not None:
-                    probe.state.restore()
-                with torch.profiler.record_function(f"forward {label}"):
-                    run = _slice(model, probe, device).run(probe.part.args, probe.part.kwargs, probe.received)
-                    roots = _finish(probe, run)
-                with torch.profiler.record_function(f"backward {label}"):
-                    ones = [] if isinstance(roots, torch.Tensor) else [torch.ones_like(tensor) for tensor in roots]
-                    _backward(roots, ones)
+                part = _slice(model, probe, device)
+                for run in range(1 + TRACED):
+                    _trace_once(part, probe, device, traced=run > 0)
+    for made in sorted(set(directory.iterdir()) - before):
+        if made.name.endswith(".pt.trace.json"):
+            name_layers(made)
+
+
+def _trace_once(part: Slice, probe: _Probe, device: torch.device, *, traced: bool) -> None:
+    label = f"{probe.layer.id} ({probe.samples} samples)"
+    if probe.state is not None:
+        probe.state.restore()
+    ranges = _Ranges(f"forward {label}", device) if traced else None
+    run = part.run(probe.part.args, probe.part.kwargs, probe.received, meter=ranges)
+    with _range(f"forward {label}", device) if traced and probe.loss is not None else contextlib.nullcontext():
+        roots = _finish(probe, run)
+    ones = [] if isinstance(roots, torch.Tensor) else [torch.ones_like(tensor) for tensor in roots]
+    with _range(f"backward {label}", device) if traced else contextlib.nullcontext():
+        _backward(roots, ones)
+
+
+@contextlib.contextmanager
+def _range(name: str, device: torch.device) -> Iterator[None]:
+    """A range of the trace that ends when the device has done what was asked of it inside."""
+    with torch.profiler.record_function(name):
+        yield
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+class _Ranges(Meter):
+    """A range of the trace around each piece of a layer: where `_StopWatch` measures."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self.name, self.device = name, device
+        self.open: list[Any] = []
+
+    def start(self) -> None:
+        self.open.append(_range(self.name, self.device))
+        self.open[-1].__enter__()
+
+    def stop(self) -> None:
+        self.open.pop().__exit__(None, None, None)
 
 
 def _slicing_seconds(model: nn.Module, captured: Capture, part: MicroBatch, device: torch.device) -> float:
