@@ -28,6 +28,7 @@ _HOME = {
     "materialize": "executor",
     "launch": "executor",
     "verify": "verification",
+    "capacity": "preflight",
     "Verification": "verification",
     "CapacityReport": "forecast",
     "PartitionerError": "errors",
@@ -73,6 +74,7 @@ if TYPE_CHECKING:
     from partitioner.graph import CostGraph as CostGraph
     from partitioner.plan import Plan as Plan
     from partitioner.plan import load as load
+    from partitioner.preflight import capacity as capacity
     from partitioner.profiler import profile as profile
     from partitioner.profiles import Profile as Profile
     from partitioner.simulator import simulate as simulate

@@ -47,9 +47,11 @@ class Footprint:
     layers: dict[str, LayerMemory]
     divided: dict[str, int]
     """Parameter name -> its dimension that is divided."""
+    tables: frozenset[str]
+    """Those of them that are tables of embeddings: padded where they do not divide evenly."""
 
 
-def on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+def bare_copy(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """A copy of the model without values, its floating-point tensors in `dtype`; the model itself is untouched."""
 
     def empty(tensor: torch.Tensor) -> torch.Tensor:
@@ -67,7 +69,7 @@ def on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def as_input(values: Any, dtype: torch.dtype | None = None) -> Any:
+def bare_inputs(values: Any, dtype: torch.dtype | None = None) -> Any:
     """Inputs without values, their floating-point tensors in `dtype`."""
 
     def empty(tensor: torch.Tensor) -> torch.Tensor:
@@ -223,6 +225,7 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.given = {_key(t) for t in (*model.buffers(), *tensors_in(inputs))}
         self.held = list(model.parameters()), list(model.buffers()), inputs  # so that no key is used twice
         self.divided: dict[str, int] = {}
+        self.tables: set[str] = set()
 
     # -- memory
 
@@ -297,6 +300,7 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return not split, True
         if name == "embedding" and weights and self.forward:
             self.divided.setdefault(self.weights[_key(weights[0])], 0)
+            self.tables.add(self.weights[_key(weights[0])])
         if name == "embedding_dense_backward":
             return True, False
         if not split or name == "embedding":
@@ -358,7 +362,7 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
             for k, name in enumerate(self.names)
         }
-        return Footprint(layers, self.divided)
+        return Footprint(layers, self.divided, frozenset(self.tables))
 
 
 _PRODUCTS = frozenset("mm addmm bmm baddbmm linear matmul _grouped_mm _scaled_mm".split())

@@ -203,6 +203,8 @@ def known_device(name: str, hardware: str | None = None) -> tuple[Device, Link, 
         name=key,
         memory_bytes=parse_bytes(entry["memory"]["value"]),
         overhead_bytes=parse_bytes(catalog["overhead"]["value"]),
+        communicator_bytes=parse_bytes(catalog["communicator"]["value"]),
+        slack=catalog["slack"]["value"],
     )
     return device, _known_link(catalog["links"][entry["within"]]), _known_link(catalog["links"][entry["between"]])
 

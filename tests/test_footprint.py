@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from partitioner.errors import UnsupportedModelError
-from partitioner.footprint import ALIGNMENT, Footprint, as_input, footprint, on_meta
+from partitioner.footprint import ALIGNMENT, Footprint, bare_inputs, footprint, bare_copy
 
 HIDDEN, HEADS, LENGTH, BATCH = 64, 4, 32, 2
 
@@ -52,8 +52,8 @@ def loss_of(output: torch.Tensor) -> torch.Tensor:
 
 
 def told(model: nn.Module, layers: list[str], dtype: torch.dtype = torch.bfloat16, tokens=TOKENS) -> Footprint:
-    bare = on_meta(model, dtype)
-    return footprint(bare, {name: name for name in layers}, (as_input(tokens, dtype),), {}, loss_of)
+    bare = bare_copy(model, dtype)
+    return footprint(bare, {name: name for name in layers}, (bare_inputs(tokens, dtype),), {}, loss_of)
 
 
 LAYERS = ["table", "h.0", "h.1", "h.2", "head"]
@@ -111,9 +111,9 @@ def test_peaks_cover_what_is_saved_and_the_head_works_with_logits_and_their_grad
 def test_the_model_is_untouched_and_needs_no_memory():
     model = Model()
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    bare = on_meta(model, torch.bfloat16)
+    bare = bare_copy(model, torch.bfloat16)
     assert all(parameter.is_meta for parameter in bare.parameters()) and bare.head.weight is bare.table.weight
-    footprint(bare, {name: name for name in LAYERS}, (as_input(TOKENS),), {}, loss_of)
+    footprint(bare, {name: name for name in LAYERS}, (bare_inputs(TOKENS),), {}, loss_of)
     assert bare.head.weight is bare.table.weight and bare.head.weight.grad is None
     assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
 
@@ -136,6 +136,6 @@ def test_values_that_decide_are_refused_with_the_way_out():
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) if bool(x.sum() > 0) else x
 
-    bare = on_meta(Deciding(4, 4))
+    bare = bare_copy(Deciding(4, 4))
     with pytest.raises(UnsupportedModelError, match=r"without values.*profile\(\)"):
         footprint(bare, {"": ""}, (torch.empty(2, 4, device="meta"),), {}, lambda output: None)

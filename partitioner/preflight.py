@@ -1,0 +1,582 @@
+"""Before anyone rents a GPU: does the training fit, how fast is it, how many devices it needs, what would change it.
+
+    study      the model on meta: what each layer launches (priced by `steps`) and holds (added up by `memory`)
+    layouts    the fastest mesh of the devices that fits, and the next ones
+               on fewer devices, and with one thing changed, the same again
+
+Nothing is computed and no device is touched: a laptop answers for a cluster.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast, get_args
+
+import torch
+from torch import nn
+
+from partitioner.arguments import check_arguments
+from partitioner.errors import ArgumentError, InfeasibleError, PartitionerError
+from partitioner.forecast import CapacityReport, CurvePoint, LayoutForecast, StepParts, Variation
+from partitioner.layouts import Candidate, Demand, Found, Search, Wish, check_wish, held_by_stage
+from partitioner.losses import LossFunction
+from partitioner.profiles import Profile
+from partitioner.specs import (
+    SCHEDULES,
+    Cluster,
+    Precision,
+    Recompute,
+    ScheduleName,
+    Shard,
+    StateBytes,
+    Training,
+    parse_bytes,
+    state_bytes,
+)
+from partitioner.steps import planner
+from partitioner.study import Study, most_common_dtype
+from partitioner.tracing import unwrap
+
+Progress = Callable[[str, float], None]
+
+CHANGES = ("batch_size", "sequence_length", "precision", "optimizer", "recompute", "shard", "gpus", "mesh")
+"""What `what_if` may change."""
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def capacity(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    gpus: str | Cluster,
+    loss_fn: LossFunction | None = None,
+    example_target: Any = None,
+    batch_size: int | None = None,
+    batch_dim: int = 0,
+    mesh: Literal["auto"] | Mapping[str, int] = "auto",
+    microbatches: int | Literal["auto"] = "auto",
+    schedule: str = "auto",
+    optimizer: str | float = "adamw",
+    precision: str = "auto",
+    accumulate: Literal["auto", "fp32"] = "auto",
+    recompute: str = "auto",
+    shard: str = "auto",
+    sequence_parallel: bool = True,
+    memory_limit: str | int | None = None,
+    what_if: Mapping[str, Sequence[Any]] | None = None,
+    curve: bool = True,
+    longest_sequence: bool = False,
+    sequence_dim: int = 1,
+    price_per_hour: float | None = None,
+    most_devices: int | None = None,
+    max_share: float = 1 / 16,
+    hardware: str | None = None,
+    progress: Progress | None = None,
+) -> CapacityReport:
+    """Whether training `model` fits these devices, what fills them, how fast it is, and what would change it.
+
+    Everything is estimated, on the meta device: the model may live there, and is left as it was. `example_inputs`: one
+    batch (tensor, tuple = arguments, dict = keywords), of any number of samples. `gpus`: "8xH100", "2x8xA100-80GB" or
+    a Cluster of equal devices. With no `loss_fn` the model's own loss is used, or the backward starts at its outputs.
+
+    `mesh`: {"tp": 8, "pp": 4, "dp": 2}, "auto" or some of its axes: tp divides layers, pp makes stages, dp replicas.
+    `microbatches`, `schedule`, `recompute` (never, selective, always) and `shard` (none, zero1, zero2, zero3) are
+    searched where they are "auto". `precision`: "auto" is the model's own; "bf16-mixed" keeps weights and activations
+    in 16 bits and the optimizer's copy in 32. `accumulate="fp32"`: gradients are added up in 32 bits.
+    `optimizer`: sgd, sgd-momentum, adam, adamw, adafactor, or bytes of state a parameter element.
+
+    `what_if`: {"precision": ["bf16-mixed"], "batch_size": [512], "gpus": ["8xA100-80GB"]}, one change at a time, of
+    batch_size, sequence_length, precision, optimizer, recompute, shard, gpus, mesh. `curve`: the best layout on fewer
+    devices too; with `price_per_hour` of one device, what a step costs. `longest_sequence`: search it too; samples have
+    their length along `sequence_dim`. `most_devices`: where the search for the fewest devices ends. `hardware`: a file
+    of your own devices. `max_share`: a layer is at most this share of the work, where it can be opened.
+
+    A training that does not fit is a report with `fits` False. Errors: ArgumentError (with both numbers), and
+    UnsupportedModelError for a model that cannot be followed without its values.
+    """
+    tell = progress or (lambda what, share: None)
+    study = Study(
+        unwrap(model),
+        example_inputs,
+        loss_fn=loss_fn,
+        target=example_target,
+        batch_dim=batch_dim,
+        sequence_dim=sequence_dim,
+        max_share=max_share,
+    )
+    cluster = _cluster(gpus)
+    asked = _Asked(
+        cluster=cluster,
+        batch_size=study.samples if batch_size is None else batch_size,
+        precision=_precision(precision, study.model),
+        accumulate=accumulate,
+        optimizer=optimizer,
+        mesh=_mesh(mesh),
+        microbatches=microbatches,
+        schedule=_one_of("schedule", schedule, SCHEDULES),
+        recompute=_one_of("recompute", recompute, get_args(Recompute)),
+        shard=_one_of("shard", shard, get_args(Shard)),
+        sequence_parallel=sequence_parallel,
+        memory_limit_bytes=None if memory_limit is None else parse_bytes(memory_limit),
+        hardware=hardware,
+    )
+    _check(asked, what_if or {})
+    if price_per_hour is not None and price_per_hour < 0:
+        raise ArgumentError(f"price_per_hour={price_per_hour} is impossible: give 0 or more")
+    tell("following the model", 0.0)
+    demand = _demand(study, asked)
+    check_wish(asked.wish, demand, cluster.num_devices)
+    tell("searching layouts", 0.6)
+    search = Search(demand, asked.wish)
+    found = search.run(cluster.num_devices)
+    if not found.candidates:
+        raise InfeasibleError(_no_layout(asked, demand))
+    alone_s = search.alone_s()
+    plans = [_forecast(one, demand, alone_s, found.candidates[0]) for one in found.candidates]
+    tell("counting devices", 0.7)
+    most = most_devices or max(1024, cluster.num_devices)
+    fewest = search.fewest_devices(cluster.num_devices if found.fits else most)
+    if fewest is None and found.fits:
+        fewest = cluster.num_devices
+    points = _curve(search, cluster.num_devices, found, alone_s, price_per_hour) if curve else ()
+    tell("changing one thing at a time", 0.8)
+    variations = tuple(
+        _varied(study, asked, name, value) for name, values in (what_if or {}).items() for value in values
+    )
+    best = found.candidates[0]
+    length = _longest(study, asked, best, tell) if longest_sequence else None
+    tell("done", 1.0)
+    graph = demand.graph
+    trained = [parameter for parameter in graph.profile.parameters if parameter.trainable]
+    return CapacityReport(
+        model=type(study.model).__name__,
+        num_parameters=sum(math.prod(p.shape) for p in graph.profile.parameters),
+        num_trainable=sum(math.prod(p.shape) for p in trained),
+        stored_bytes=study.stored_bytes,
+        layers=graph.ids,
+        cluster=cluster,
+        batch_size=asked.batch_size,
+        precision=asked.precision,
+        optimizer=optimizer if isinstance(optimizer, str) else f"{optimizer:g} bytes a parameter",
+        static_bytes_per_parameter=round(demand.state.total, 3) if trained else 0.0,
+        fits=found.fits,
+        best=plans[0],
+        others=tuple(plans[1:]),
+        num_considered=found.num_considered,
+        fewest_devices=fewest,
+        most_devices=most,
+        largest_microbatch=search.largest_microbatch(best.choice),
+        longest_sequence=length,
+        curve=points,
+        variations=variations,
+        price_per_hour=price_per_hour,
+        band=demand.prices.rates.constants.error_band,
+        why=_why(asked, demand, best, found),
+    )
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What the user asked for, checked."""
+
+    cluster: Cluster
+    batch_size: int
+    precision: Precision
+    accumulate: Literal["auto", "fp32"]
+    optimizer: str | float
+    mesh: Mapping[str, int]
+    microbatches: int | Literal["auto"]
+    schedule: ScheduleName | None
+    recompute: Recompute | None
+    shard: Shard | None
+    sequence_parallel: bool
+    memory_limit_bytes: int | None
+    hardware: str | None
+    sequence_length: int | None = None
+
+    @property
+    def wish(self) -> Wish:
+        return Wish(
+            mesh=self.mesh,
+            num_microbatches=None if self.microbatches == "auto" else self.microbatches,
+            schedule=self.schedule,
+            recompute=self.recompute,
+            shard=self.shard,
+            sequence_parallel=self.sequence_parallel,
+        )
+
+
+# -- what was asked for
+
+
+def _demand(study: Study, asked: _Asked) -> Demand:
+    dtype = None if asked.precision == _own_precision(study.model) else _DTYPES[asked.precision.removesuffix("-mixed")]
+    per_node = max(Counter(asked.cluster.nodes).values())
+    prices = planner(
+        study.work(asked.sequence_length),
+        asked.cluster,
+        precision=asked.precision,
+        per_node=per_node,
+        hardware=asked.hardware,
+    )
+    graph = study.graph(dtype, prices, asked.sequence_length)
+    return Demand(
+        graph=graph,
+        prices=prices,
+        training=Training(
+            batch_size=asked.batch_size,
+            optimizer_bytes=0,
+            memory_limit_bytes=asked.memory_limit_bytes,
+            batch_dim=study.batch_dim,
+        ),
+        state=_state(asked, graph.profile),
+        precision=asked.precision,
+        accumulate=asked.accumulate,
+        device=asked.cluster.devices[0],
+        per_node=per_node,
+        divided=study.must_divide(dtype, asked.sequence_length),
+    )
+
+
+def _cluster(gpus: Any) -> Cluster:
+    if isinstance(gpus, Cluster):
+        cluster = gpus
+    elif isinstance(gpus, str) and not gpus.strip().isdigit():
+        cluster = Cluster.parse(gpus)
+    else:
+        raise ArgumentError(f"gpus={gpus!r} names no device: write what you would rent, like '8xH100', or a Cluster")
+    kinds = sorted({device.name for device in cluster.devices})
+    if len(set(cluster.devices)) > 1:
+        raise ArgumentError(f"capacity compares equal devices, this cluster has {', '.join(kinds)}: ask for one kind")
+    return cluster
+
+
+def _mesh(mesh: Any) -> Mapping[str, int]:
+    if mesh == "auto":
+        return {}
+    if not isinstance(mesh, Mapping):
+        raise ArgumentError(f"mesh={mesh!r} is unknown; use 'auto' or {{'tp': 8, 'pp': 4, 'dp': 2}}")
+    return {str(axis): size for axis, size in mesh.items()}
+
+
+def _one_of(name: str, value: str, known: Sequence[str]) -> Any:
+    """None for "auto"."""
+    if value == "auto":
+        return None
+    if value not in known:
+        raise ArgumentError(f"{name}={value!r} is unknown; use 'auto', {', '.join(map(repr, known))}")
+    return value
+
+
+def _precision(precision: str, model: nn.Module) -> Precision:
+    known = get_args(Precision)
+    if precision == "auto":
+        return _own_precision(model)
+    if precision not in known:
+        raise ArgumentError(f"precision={precision!r} is unknown; use 'auto', {', '.join(map(repr, known))}")
+    return cast(Precision, precision)
+
+
+def _own_precision(model: nn.Module) -> Precision:
+    """That of most of the model's floating-point parameters."""
+    names: dict[torch.dtype | None, Precision] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+    return names.get(most_common_dtype(model), "fp32")
+
+
+def _check(asked: _Asked, what_if: Mapping[str, Sequence[Any]]) -> None:
+    for name, value in (("batch_size", asked.batch_size), ("microbatches", asked.microbatches)):
+        if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ArgumentError(f"{name}={value!r} is impossible: give a number of 1 or more")
+    _state(asked, None)
+    if asked.accumulate not in ("auto", "fp32"):
+        raise ArgumentError(f"accumulate={asked.accumulate!r} is unknown; use 'auto' or 'fp32'")
+    unknown = sorted(set(what_if) - set(CHANGES))
+    if unknown:
+        raise ArgumentError(f"what_if cannot change {unknown[0]!r}: use {', '.join(CHANGES)}")
+
+
+def _state(asked: _Asked, profile: Profile | None) -> StateBytes:
+    """What training keeps of a parameter element; adafactor's state depends on the shapes."""
+    optimizer = asked.optimizer
+    if isinstance(optimizer, str) and optimizer != "adafactor":
+        return state_bytes(optimizer, asked.precision, accumulate=asked.accumulate)
+    plain = state_bytes("sgd", asked.precision, accumulate=asked.accumulate)
+    if isinstance(optimizer, str):
+        trained = [p for p in profile.parameters if p.trainable] if profile else []
+        elements = sum(math.prod(p.shape) for p in trained)
+        state = 4 * sum(_factored(p.shape) for p in trained)
+        return plain._replace(moments=state / elements if elements else 0.0)
+    if isinstance(optimizer, bool) or optimizer < 0:
+        raise ArgumentError(f"optimizer={optimizer!r} bytes a parameter is impossible: give 0 or more")
+    return plain._replace(moments=float(optimizer))
+
+
+def _factored(shape: tuple[int, ...]) -> int:
+    """Numbers that Adafactor keeps (Shazeer & Stern 2018): a row and a column of each matrix, all of a vector."""
+    if len(shape) < 2:
+        return math.prod(shape)
+    return math.prod(shape[:-2]) * (shape[-2] + shape[-1])
+
+
+# -- answers
+
+
+def _forecast(one: Candidate, demand: Demand, alone_s: float, best: Candidate) -> LayoutForecast:
+    choice, step = one.choice, one.step
+    batch = demand.training.batch_size
+    devices = choice.tp * choice.pp * choice.dp
+    throughput = batch / step.step_s if step.step_s else 0.0
+    speedup = throughput * alone_s
+    reasons = _not_run(one, demand)
+    return LayoutForecast(
+        mesh={"tp": choice.tp, "pp": choice.pp, "dp": choice.dp},
+        schedule=choice.schedule,
+        stages_per_rank=choice.stages_per_rank,
+        microbatch_samples=choice.microbatch,
+        num_microbatches=choice.num_microbatches,
+        recompute=choice.recompute,
+        shard=choice.shard,
+        sequence_parallel=choice.sequence_parallel and choice.tp > 1,
+        cuts=one.cuts,
+        in_flight=held_by_stage(choice),
+        memory=one.memory,
+        limit_bytes=demand.limit_bytes,
+        step_s=step.step_s,
+        parts=_parts(one),
+        throughput=throughput,
+        speedup=speedup,
+        efficiency=speedup / devices,
+        runnable=not reasons,
+        why_not=reasons,
+        note="" if one is best else _compared(one, best),
+    )
+
+
+def _parts(one: Candidate) -> StepParts:
+    step = one.step
+    return StepParts(
+        compute_s=step.compute_s,
+        recompute_s=step.recompute_s,
+        tensor_parallel_s=step.tp_s,
+        gather_s=step.gather_s,
+        transfer_s=step.send_s,
+        bubble_s=step.bubble_s,
+        sync_s=step.dp_s,
+        optimizer_s=step.optimizer_s,
+        other_s=step.base_s,
+    )
+
+
+_WORDS = {
+    "compute_s": "computes longer in small pieces",
+    "recompute_s": "computes layers again",
+    "tensor_parallel_s": "waits longer for all-reduces of tensor parallelism",
+    "gather_s": "gathers sharded weights",
+    "transfer_s": "sends more between stages",
+    "bubble_s": "idles longer while the pipeline fills and drains",
+    "sync_s": "waits longer for gradients of replicas",
+    "optimizer_s": "has a longer optimizer step",
+    "other_s": "has more overhead",
+}
+
+
+def _compared(one: Candidate, best: Candidate) -> str:
+    """Why it is not the best, in a sentence."""
+    if best.over_bytes > 0:
+        short = (one.over_bytes - best.over_bytes) / 2**30
+        return f"short of {short:.1f} GiB more"
+    mine, theirs = _parts(one), _parts(best)
+    name = max(_WORDS, key=lambda part: getattr(mine, part) - getattr(theirs, part))
+    slower = one.step.step_s / best.step.step_s - 1
+    lost = (getattr(mine, name) - getattr(theirs, name)) / best.step.step_s
+    if lost <= 1e-4:
+        return "as fast, and less simple"
+    return f"{100 * slower:.1f} % slower: {_WORDS[name]} ({100 * lost:.1f} % of the best step)"
+
+
+def _not_run(one: Candidate, demand: Demand) -> tuple[str, ...]:
+    """What of it the executor refuses, in its own words."""
+    choice = one.choice
+    own = demand.graph.profile
+    asked: list[dict[str, Any]] = [{"mesh": {"tp": choice.tp, "pp": choice.pp, "dp": choice.dp}}]
+    if choice.pp > 1:
+        asked.append({"schedule": choice.schedule})
+    asked += [{"recompute": choice.recompute}, {"shard": choice.shard}]
+    if demand.precision.endswith("-mixed") or demand.precision != _precision_of(own):
+        asked.append({"precision": demand.precision})
+    reasons = []
+    for arguments in asked:
+        try:
+            check_arguments(**arguments)
+        except ArgumentError as error:
+            reasons.append(str(error))
+    if demand.accumulate == "fp32" and demand.state.weights < 4:
+        reasons.append("accumulate='fp32' is not built in this version")
+    return tuple(reasons)
+
+
+def _precision_of(profile: Profile) -> str:
+    widths = {"bfloat16": "bf16", "float16": "fp16"}
+    kinds = Counter(parameter.dtype for parameter in profile.parameters)
+    return widths.get(kinds.most_common(1)[0][0], "fp32") if kinds else "fp32"
+
+
+def _curve(
+    search: Search, num_devices: int, found: Found, alone_s: float, price: float | None
+) -> tuple[CurvePoint, ...]:
+    counts = sorted({*(2**k for k in range(num_devices.bit_length()) if 2**k < num_devices), num_devices})
+    points = []
+    narrow = replace(search.wish, mesh={axis: size for axis, size in search.wish.mesh.items() if axis in ("tp", "pp")})
+    for count in counts:
+        if count == num_devices:
+            answer = found
+        else:
+            other = Search(search.demand, narrow)
+            other.cuts = search.cuts
+            answer = other.run(count, enough=1)
+            if not answer.candidates and search.wish.mesh:
+                other.wish = replace(search.wish, mesh={})
+                answer = other.run(count, enough=1)
+        if not answer.candidates:
+            continue
+        best = answer.candidates[0]
+        layout = _forecast(best, search.demand, alone_s, best)
+        cost = None if price is None or not answer.fits else price * count * best.step.step_s / 3600
+        points.append(
+            CurvePoint(
+                num_devices=count,
+                fits=answer.fits,
+                layout=layout,
+                price_per_step=cost,
+                price_per_million_samples=None if cost is None else cost * 1e6 / search.demand.training.batch_size,
+            )
+        )
+    return tuple(points)
+
+
+def _varied(study: Study, asked: _Asked, name: str, value: Any) -> Variation:
+    """The best layout with one argument changed; what cannot be had says why."""
+    change = f"{name}={value}" if not isinstance(value, Cluster) else f"gpus={value.num_devices} devices"
+    try:
+        changed = replace(asked, **_changed(study, name, value))
+        _check(changed, {})
+        demand = _demand(study, changed)
+        check_wish(changed.wish, demand, changed.cluster.num_devices)
+        search = Search(demand, changed.wish)
+        found = search.run(changed.cluster.num_devices, enough=1)
+        if not found.candidates:
+            raise InfeasibleError(_no_layout(changed, demand))
+        best = found.candidates[0]
+        return Variation(change=change, fits=found.fits, layout=_forecast(best, demand, search.alone_s(), best))
+    except PartitionerError as error:
+        return Variation(change=change, fits=False, refused=str(error))
+
+
+def _changed(study: Study, name: str, value: Any) -> dict[str, Any]:
+    match name:
+        case "gpus":
+            return {"cluster": _cluster(value)}
+        case "mesh":
+            return {"mesh": _mesh(value)}
+        case "precision":
+            return {"precision": _precision(value, study.model)}
+        case "recompute":
+            return {"recompute": _one_of(name, value, get_args(Recompute))}
+        case "shard":
+            return {"shard": _one_of(name, value, get_args(Shard))}
+        case "sequence_length":
+            if study.length is None:
+                raise ArgumentError("the inputs have no length to change: say which dimension it is with sequence_dim")
+            return {"sequence_length": value}
+        case _:
+            return {name: value}
+
+
+def _longest(study: Study, asked: _Asked, best: Candidate, tell: Progress) -> int | None:
+    """The longest sequence, in steps of an eighth of its power of two, of which one sample fits on the best mesh."""
+    if study.length is None:
+        raise ArgumentError("the inputs have no length to change: say which dimension it is with sequence_dim")
+    choice = best.choice
+
+    def fits(length: int) -> bool:
+        tell(f"trying a sequence of {length:,}", 0.9)
+        try:
+            demand = _demand(study, replace(asked, sequence_length=length))
+        except PartitionerError:
+            return False
+        search = Search(demand, asked.wish)
+        least = choice._replace(
+            microbatch=1,
+            shard=asked.shard or ("zero3" if choice.dp > 1 else "none"),
+            recompute=asked.recompute or "always",
+        )
+        return search.over(search.memory(least, search.equal_cuts(least))) <= 0
+
+    low, high = 0, study.length
+    while high < 2**24 and fits(high):
+        low, high = high, 2 * high
+    if not low:
+        while high > 1 and not fits(high):
+            high //= 2
+        return high if fits(high) else None
+    step = max(1, low // 8)
+    while high - low > step:
+        middle = (low + high) // 2 // step * step
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _no_layout(asked: _Asked, demand: Demand) -> str:
+    layers = len(demand.graph.allowed_cuts) + 1
+    return (
+        f"no mesh of {asked.cluster.num_devices} devices divides a batch of {asked.batch_size} and the {layers} layers "
+        f"that can be cut apart{f' with {dict(asked.mesh)}' if asked.mesh else ''}: use a batch that is a multiple of "
+        "the devices"
+    )
+
+
+def _why(asked: _Asked, demand: Demand, best: Candidate, found: Found) -> tuple[str, ...]:
+    choice = best.choice
+    said = []
+    if found.fits:
+        parts = {name: getattr(_parts(best), name) for name in StepParts.model_fields if name != "compute_s"}
+        name = max(parts, key=lambda part: parts[part])
+        share = parts[name] / best.step.step_s
+        said.append(
+            f"beside compute, most of the step is {_NAMES[name]}: {100 * share:.1f} %"
+            if share > 0.01
+            else "nearly all of the step is compute"
+        )
+    if asked.precision.endswith("-mixed"):
+        said.append(
+            f"{asked.precision}: weights and activations in 16 bits, the optimizer keeps a copy of the weights and its "
+            "state in 32"
+        )
+    if choice.tp > 1:
+        whole = "divided by the sequence" if choice.sequence_parallel else "whole on each rank"
+        said.append(
+            f"tensor parallelism splits weights by columns, then rows; what it leaves whole is {whole}; heads and "
+            "features are assumed to divide"
+        )
+    if demand.device.slack:
+        said.append(
+            f"memory includes the context, {demand.device.communicator_bytes / 2**30:.1f} GiB for each axis of the "
+            f"mesh and {100 * demand.device.slack:.0f} % that the allocator holds beside what is in use"
+        )
+    said.append("all figures are estimated: nothing was run")
+    return tuple(said)
+
+
+_NAMES = {
+    "recompute_s": "computing layers again",
+    "tensor_parallel_s": "all-reduces of tensor parallelism",
+    "gather_s": "gathering sharded weights",
+    "transfer_s": "sending between stages",
+    "bubble_s": "the pipeline's fill and drain",
+    "sync_s": "gradient sync over replicas",
+    "optimizer_s": "the optimizer",
+    "other_s": "overhead of a step",
+}
