@@ -3,6 +3,7 @@
     partitioner plan pkg.mod:factory --gpus 4 -o plan.json
     partitioner plan --profile profile.json --gpus 8xH100 --batch-size 64
     partitioner profile pkg.mod:factory -o profile.json
+    partitioner capacity pkg.mod:factory --gpus 8xH100 --batch 256
     partitioner show plan.json --timeline
     partitioner compare plan.json other.json
     partitioner report plan.json -o plan.html
@@ -33,7 +34,7 @@ from typing import Any, NamedTuple
 
 import partitioner
 from partitioner import factory
-from partitioner.errors import ArgumentError, PartitionerError, SetupError
+from partitioner.errors import ArgumentError, InfeasibleError, PartitionerError, SetupError
 from partitioner.factory import arguments_from, fault_of_model
 
 
@@ -123,6 +124,39 @@ def _profile(options: argparse.Namespace) -> Outcome:
     result = _call(profile, options.factory, arguments)
     _save(result, options.output)
     return Outcome(result)
+
+
+def _capacity(options: argparse.Namespace) -> Outcome:
+    given = _given(options, CAPACITY)
+    if options.what_if:
+        given["what_if"] = {}
+        for name, values in options.what_if:
+            given["what_if"].setdefault(name, []).extend(values)
+    if options.no_curve:
+        given["curve"] = False
+    arguments = _on_meta(options.factory) | given
+    if "gpus" not in arguments:
+        raise ArgumentError("say which devices to ask about, like --gpus 8xH100")
+    if "example_inputs" not in arguments:
+        raise ArgumentError(f"{options.factory} returned no inputs: return (model, inputs), of any number of samples")
+    from partitioner.preflight import capacity
+
+    report = _call(capacity, options.factory, arguments)
+    _save(report, options.output)
+    return Outcome(report, 0 if report.fits else InfeasibleError.exit_code)
+
+
+def _on_meta(where: str) -> dict[str, Any]:
+    """What the factory returns, its tensors made on the meta device; made for real where it cannot do that."""
+    import torch
+
+    try:
+        with torch.device("meta"):
+            return arguments_from(where)
+    except PartitionerError:
+        raise
+    except (NotImplementedError, RuntimeError):
+        return arguments_from(where)
 
 
 def _show(options: argparse.Namespace) -> Outcome:
@@ -239,6 +273,28 @@ PLANNING = (
 """Arguments of partition() that are options of `plan`, under the same names."""
 
 
+CAPACITY = (
+    "gpus",
+    "batch_size",
+    "batch_dim",
+    "mesh",
+    "microbatches",
+    "schedule",
+    "optimizer",
+    "precision",
+    "accumulate",
+    "recompute",
+    "shard",
+    "memory_limit",
+    "longest_sequence",
+    "sequence_dim",
+    "price_per_hour",
+    "most_devices",
+    "hardware",
+)
+"""Arguments of capacity() that are options of `capacity`, under the same names."""
+
+
 def _parser() -> argparse.ArgumentParser:
     summary, _, details = (__doc__ or "").partition("\n\n")
     details += "\n" + (factory.__doc__ or "").partition("\n\n")[2]
@@ -278,6 +334,33 @@ def _parser() -> argparse.ArgumentParser:
     profile.add_argument("factory", metavar="pkg.mod:factory", help="what makes the model and its inputs")
     profile.add_argument("--device", help="where to measure: cpu, cuda, cuda:1")
     profile.add_argument("-o", "--output", metavar="FILE", help="save the profile there")
+
+    capacity = add("capacity", _capacity, "say whether a training fits devices that are not here, and how fast it is")
+    capacity.add_argument("factory", metavar="pkg.mod:factory", help="what makes the model and its inputs")
+    capacity.add_argument("--gpus", metavar="NxNAME", help="8xH100 or 2x8xA100-80GB")
+    capacity.add_argument("-o", "--output", metavar="FILE", help="save the report there")
+    capacity.add_argument(
+        "--batch", "--batch-size", dest="batch_size", type=_number, metavar="N", help="samples of an optimizer step"
+    )
+    capacity.add_argument("--batch-dim", type=int, metavar="N", help="dimension of the inputs that counts samples")
+    capacity.add_argument("--mesh", type=_mesh, metavar="tp=8,pp=4,dp=2", help="any of the axes, or auto")
+    capacity.add_argument("--microbatches", type=_number, metavar="N|auto", help="micro-batches of a replica's batch")
+    capacity.add_argument("--schedule", help="gpipe, 1f1b, interleaved, zero-bubble or auto")
+    capacity.add_argument("--optimizer", help="sgd, sgd-momentum, adam, adamw or adafactor")
+    capacity.add_argument("--precision", help="fp32, bf16, fp16, bf16-mixed, fp16-mixed, or auto: the model's own")
+    capacity.add_argument("--accumulate", help="fp32: gradients are added up in 32 bits")
+    capacity.add_argument("--recompute", help="never, selective, always or auto")
+    capacity.add_argument("--shard", help="over replicas: none, zero1, zero2, zero3 or auto")
+    capacity.add_argument("--memory-limit", metavar="SIZE", help="of a device: 70GiB")
+    capacity.add_argument(
+        "--what-if", type=_change, action="append", metavar="NAME=A,B", help="change one thing: batch_size=128,512"
+    )
+    capacity.add_argument("--no-curve", action="store_true", help="leave out smaller numbers of devices")
+    capacity.add_argument("--longest-sequence", action="store_true", default=None, help="search it too")
+    capacity.add_argument("--sequence-dim", type=int, metavar="N", help="dimension of the inputs that is their length")
+    capacity.add_argument("--price-per-hour", type=float, metavar="PRICE", help="of one device")
+    capacity.add_argument("--most-devices", type=int, metavar="N", help="where the search for the fewest ends")
+    capacity.add_argument("--hardware", metavar="FILE", help="TOML file of your own devices")
 
     show = add("show", _show, "print a saved plan or profile")
     show.add_argument("file", metavar="FILE")
@@ -321,6 +404,15 @@ def _mesh(text: str) -> dict[str, int] | str:
     if not all(len(pair) == 2 and pair[1].isdigit() for pair in pairs):
         raise argparse.ArgumentTypeError(f"{text!r} is not a mesh: write it like pp=2,dp=2")
     return {axis.strip(): int(size) for axis, size in pairs}
+
+
+def _change(text: str) -> tuple[str, list[Any]]:
+    name, equals, values = text.partition("=")
+    if not equals or not values:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a change: write it like batch_size=128,512")
+    if name == "mesh":
+        return name, [_mesh(values)]
+    return name, [int(value) if value.isdigit() else value for value in values.split(",")]
 
 
 def _given(options: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
