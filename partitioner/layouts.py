@@ -45,6 +45,10 @@ _IN_STEPS: dict[Recompute, Literal["none", "selective", "full"]] = {
 }
 MOST_MICROBATCHES = 8
 """Sizes of a micro-batch that are tried for a mesh: where there are more divisors, these are spread over them."""
+LEAST_DIVIDED = 0.5
+"""Tensor parallelism must divide this share of the parameters; convolutions, for one, are not divided."""
+SAME = 0.005
+"""Layouts whose times are this close are told apart by how simple they are: estimates are not that sharp."""
 REFINED = 8
 """So many of the fastest layouts are tried again with other schedules."""
 
@@ -146,14 +150,23 @@ class Search:
         """Why the layers cannot be divided over so many ranks; None: they can."""
         if tp == 1:
             return None
-        if not self.demand.divided:
-            return f"tp={tp} divides nothing: the model has no products with weights that follow one another"
+        if self.divided_share < LEAST_DIVIDED:
+            return (
+                f"tp={tp} would divide {100 * self.divided_share:.0f} % of the parameters and repeat the rest of the "
+                "model on each rank: use pp and dp"
+            )
         if tp > self.demand.per_node and "tp" not in self.wish.mesh:
             return f"tp={tp} is more than the {self.demand.per_node} devices of a node"
         for name, size in self.demand.divided.items():
             if size % tp:
                 return f"tp={tp} does not divide the {size} of {name}: use a divisor of {size}"
         return None
+
+    @property
+    def divided_share(self) -> float:
+        graph = self.demand.graph
+        whole = float(graph.weight_bytes(0, graph.num_layers))
+        return float(graph.divided_bytes(0, graph.num_layers)) / whole if whole else 0.0
 
     def microbatches(self, each: int) -> list[tuple[int, int]]:
         """(samples of a micro-batch, number of them) of a replica's `each` samples, smallest first."""
@@ -273,10 +286,9 @@ class Search:
                 for _, choice, cuts in sorted(nearest, key=lambda item: item[0])[:enough]
             ]
             return Found(short, False, self.num_considered - before)
-        fitting.sort(key=_rank)
+        fitting = _ranked(fitting)
         if self.wish.schedule is None:
-            fitting += [other for one in fitting[:REFINED] for other in self.rescheduled(one)]
-            fitting.sort(key=_rank)
+            fitting = _ranked([*fitting, *(other for one in fitting[:REFINED] for other in self.rescheduled(one))])
         return Found(_various(fitting, enough), True, self.num_considered - before)
 
     def least(self, start: Choice) -> tuple[list[Candidate], list[tuple[int, Choice, tuple[int, ...]]]]:
@@ -478,11 +490,24 @@ def check_wish(wish: Wish, demand: Demand, num_devices: int) -> None:
         raise ArgumentError(f"{asked} {name} do not divide the batch of {batch} on any mesh of {num_devices} devices")
 
 
-def _rank(one: Candidate) -> tuple[float, int, int]:
-    """By time; of two that take the same, the simpler one."""
+def _ranked(candidates: list[Candidate]) -> list[Candidate]:
+    """By time; those as fast as the fastest, the simplest first."""
+    by_time = sorted(candidates, key=lambda one: (one.step.step_s, _complexity(one)))
+    limit = by_time[0].step.step_s * (1 + SAME)
+    same = [one for one in by_time if one.step.step_s <= limit]
+    return [*sorted(same, key=lambda one: (_complexity(one), one.step.step_s)), *by_time[len(same) :]]
+
+
+def _complexity(one: Candidate) -> int:
+    """How much of it goes beyond plain replicas and stages."""
     choice = one.choice
-    plain = (choice.tp > 1) + (choice.schedule not in EXECUTED) + SHARDS.index(choice.shard)
-    return round(one.step.step_s, 12), plain, choice.pp
+    return (
+        4 * (choice.tp > 1)
+        + 4 * (choice.schedule not in EXECUTED)
+        + 2 * (choice.recompute != "never")
+        + SHARDS.index(choice.shard)
+        + (choice.pp > 1)
+    )
 
 
 def _various(candidates: list[Candidate], enough: int) -> list[Candidate]:

@@ -25,6 +25,7 @@ from partitioner.layouts import Candidate, Demand, Found, Search, Wish, check_wi
 from partitioner.losses import LossFunction
 from partitioner.profiles import Profile
 from partitioner.specs import (
+    EXECUTED,
     SCHEDULES,
     Cluster,
     Precision,
@@ -136,6 +137,8 @@ def capacity(
         raise InfeasibleError(_no_layout(asked, demand))
     alone_s = search.alone_s()
     plans = [_forecast(one, demand, alone_s, found.candidates[0]) for one in found.candidates]
+    if found.fits and not any(plan.runnable for plan in plans):
+        plans += _runnable(search, cluster.num_devices, alone_s, found.candidates[0])
     tell("counting devices", 0.7)
     most = most_devices or max(1024, cluster.num_devices)
     fewest = search.fewest_devices(cluster.num_devices if found.fits else most)
@@ -353,6 +356,21 @@ def _forecast(one: Candidate, demand: Demand, alone_s: float, best: Candidate) -
         why_not=reasons,
         note="" if one is best else _compared(one, best),
     )
+
+
+def _runnable(search: Search, num_devices: int, alone_s: float, best: Candidate) -> list[LayoutForecast]:
+    """The fastest that this version runs, where there is one."""
+    plain = replace(search.wish, mesh={"tp": 1} | dict(search.wish.mesh), shard="none")
+    found = []
+    for schedule in EXECUTED:
+        for recompute in (plain.recompute,) if plain.recompute is not None else get_args(Recompute):
+            other = Search(search.demand, replace(plain, schedule=plain.schedule or schedule, recompute=recompute))
+            other.cuts = search.cuts
+            answer = other.run(num_devices, enough=1)
+            if answer.fits:
+                told = _forecast(answer.candidates[0], search.demand, alone_s, best)
+                found += [told] if told.runnable else []
+    return sorted(found, key=lambda told: told.step_s)[:1]
 
 
 def _parts(one: Candidate) -> StepParts:
