@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from partitioner.errors import UnsupportedModelError
-from partitioner.footprint import ALIGNMENT, Footprint, bare_inputs, footprint, bare_copy
+from partitioner.footprint import ALIGNMENT, Footprint, bare_copy, bare_inputs, footprint
 
 HIDDEN, HEADS, LENGTH, BATCH = 64, 4, 32, 2
 

@@ -292,9 +292,7 @@ def main() -> None:
             seen = f"{one.measured:.2f}" if one.measured else "out of memory"
             told = f"{one.predicted():.2f}" + (" (would fail)" if one.verdict() else "")
             used = [name for name in type(items).model_fields if getattr(items, name)]
-            parts = " ".join(
-                f"{name} {getattr(items, name) / 2**30:.1f}" for name in used
-            )
+            parts = " ".join(f"{name} {getattr(items, name) / 2**30:.1f}" for name in used)
             print(f"{run.row_id} {what:22} seen {seen:14} told {told:20} {parts}")
     print(f"{'source':24}{'rows':>5}{'mean':>9}{'median':>9}{'bias':>9}{'fit':>9}{'check':>9}")
     for name, one in by_source.items():
