@@ -32,6 +32,8 @@ Ints = NDArray[np.int64]
 
 EXACT = 1e-13
 """Relative; rounding of a sum of seconds. Steady states that agree to it are the same."""
+MOST_PERIODS = 128
+"""Of the lists, up to which one period of a steady state is looked for."""
 
 
 @dataclass(frozen=True)
@@ -197,6 +199,7 @@ class _Walk:
         self._lay_channels(rank_of.tolist())
         self.pos, self.free = np.zeros(self.num_ranks, np.int64), np.zeros(self.num_ranks)
         self.rounds, self.since, self.look_at, self.stuck = 0, 0, 2 * self.num_ranks + 4, False
+        self.base: int | None = None
         self.log: dict[str, NDArray[Any]] = {}
         self._grow(self.codes.shape[1] + 2 * self.num_ranks)
 
@@ -299,23 +302,39 @@ class _Walk:
         return True
 
     def try_jump(self) -> None:
-        """Jump where the last two periods were alike: of 1, 2, ... times the rounds since a rank did the same last."""
+        """Jump where the last two periods were alike: of 1, 2, ... times the actions after which the lists repeat."""
         t, log = self.rounds - 1, self.log
-        self.look_at = self.rounds + max(4, self.num_ranks // 4)
-        rank = int(np.argmax(log["start"][t] < np.inf))
-        codes = self.codes[rank, : log["pos"][t, rank] + 1]
-        before = np.flatnonzero(codes[:-1] == codes[-1])
-        if not len(before):
+        self.look_at = self.rounds + max(4, self.num_ranks // 8, (self.rounds - self.since) // 8)
+        if self.base is None:
+            self.base = self._repeat()
+        q = self.base * np.arange(1, min(MOST_PERIODS, (t - self.since) // max(1, 2 * self.base)) + 1)
+        if not len(q) or not self.base:
             return
-        base = len(codes) - 1 - int(before[-1])
-        q = base * np.arange(1, (t - self.since) // (2 * base) + 1)
         exact = EXACT * float(self.free.max())
+        rank = int(np.argmax(log["start"][t] < np.inf))
         with np.errstate(invalid="ignore"):  # inf: ranks that wait
             moved, earlier = log["start"][t] - log["start"][t - q], log["start"][t - q] - log["start"][t - 2 * q]
             spread = np.where(np.isnan(moved), 0.0, np.abs(moved - moved[:, rank, None]))
             alike = (np.maximum(spread, np.where(np.isnan(earlier), 0.0, np.abs(moved - earlier))) <= exact).all(axis=1)
         if alike.any():
             self._jump(int(q[np.argmax(alike)]), exact)
+
+    def _repeat(self) -> int:
+        """After how many actions the list of rank 0 goes on alike, some micro-batches further, in its middle; 0: never.
+
+        Alike for so long that turns of one stage, of about as many micro-batches as there are ranks, are not enough.
+        """
+        codes, ks = self.codes[0, :-1], self.ks[0, :-1]
+        middle = len(codes) // 2
+        for length in (np.flatnonzero(codes[middle + 1 :] == codes[middle]) + 1).tolist():
+            stretch = max(2 * length, 4 * self.num_ranks)
+            one, other = slice(middle, middle + stretch), slice(middle + length, middle + length + stretch)
+            if other.stop > len(codes):
+                return 0
+            steps = ks[other] - ks[one]
+            if steps[0] > 0 and (steps == steps[0]).all() and np.array_equal(codes[one], codes[other]):
+                return int(length)
+        return 0
 
     def _jump(self, q: int, exact: float) -> bool:
         """Verify the period of q rounds, and jump as often as the lists allow."""
