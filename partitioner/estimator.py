@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from partitioner.capture import Capture, capture
-from partitioner.kernels import choose_layers, on_meta, record_work
+from partitioner.kernels import record_work
 from partitioner.losses import LossFunction
+from partitioner.metarun import choose_layers, on_meta
 from partitioner.microbatches import Cutter, as_call
 from partitioner.profiles import Layer, LayerCost, Profile, Tensor
 from partitioner.progress import Progress, shown

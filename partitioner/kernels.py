@@ -13,8 +13,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +23,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from partitioner.errors import UnsupportedModelError
 from partitioner.losses import Loss, LossFunction
+from partitioner.metarun import Shapes, on_meta, refuse_without_values
 from partitioner.microbatches import Cutter, MicroBatch, as_call
 from partitioner.restore import untouched
 from partitioner.structures import map_tensors, tensors_in
@@ -103,99 +102,9 @@ def _record(
             moved = MicroBatch(args, kwargs, target, part.samples)
             return _Recorder(model, layers).run(moved, loss_fn, training)
     except (RuntimeError, NotImplementedError, TypeError) as error:
-        _refuse_without_values(model, error)
+        refuse_without_values(model, error)
     with untouched(model):
         return _Recorder(model, layers).run(part, loss_fn, training)
-
-
-def _refuse_without_values(model: nn.Module, error: Exception) -> None:
-    """Nothing where the model is real and can be run instead."""
-    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        why = (str(error) or type(error).__name__).splitlines()[0]
-        raise UnsupportedModelError(
-            f"the model cannot be followed without its values ({why}): pass it with real parameters, and it is run once"
-        ) from error
-
-
-@contextmanager
-def on_meta(model: nn.Module) -> Iterator[None]:
-    """The model's parameters, buffers and tensors kept in attributes on the meta device, shared ones still shared."""
-    made: dict[int, torch.Tensor] = {}
-    undo: list[tuple[dict[str, Any], str, Any]] = []
-
-    def bare(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in made:
-            data = tensor.detach().to("meta")
-            is_parameter = isinstance(tensor, nn.Parameter)
-            made[id(tensor)] = nn.Parameter(data, requires_grad=tensor.requires_grad) if is_parameter else data
-        return made[id(tensor)]
-
-    for module in model.modules():
-        tables: list[dict[str, Any]] = [module._parameters, module._buffers, module.__dict__]
-        for table in tables:
-            for name, value in list(table.items()):
-                if isinstance(value, torch.Tensor) and not (value.is_meta and value.grad is None):
-                    undo.append((table, name, value))
-                    table[name] = bare(value)
-    try:
-        with torch.device("meta"):
-            yield
-    finally:
-        for table, name, value in undo:
-            table[name] = value
-
-
-def choose_layers(
-    model: nn.Module, example_inputs: Any, *, batch_dim: int = 0, max_share: float = 1 / 16
-) -> tuple[str, ...]:
-    """Layers for `record_work`, in the order of their calls: modules with at most `max_share` of the parameters.
-
-    Larger ones are opened to their children. Much faster than a capture, and without its promise that the model can be
-    cut there. A module that is called again is a layer again ("norm#1"); modules without parameters only count where
-    nothing around them is a layer.
-    """
-    model = unwrap(model)
-    args, kwargs = as_call(example_inputs)
-    total = sum(parameter.numel() for parameter in model.parameters()) or 1
-    chosen: list[str] = []
-
-    def open_up(path: str, module: nn.Module) -> None:
-        children = [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
-        size = sum(parameter.numel() for parameter in module.parameters())
-        own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
-        is_list = type(module).forward is nn.Module.forward or isinstance(module, nn.Sequential)
-        if path and not is_list and (not children or own or size <= max_share * total):
-            chosen.append(path)
-        for child_path, child in children if not path or path != (chosen or [""])[-1] else ():
-            open_up(child_path, child)
-
-    open_up("", model)
-    order: list[str] = []
-    calls: dict[str, int] = defaultdict(int)
-
-    def hook(path: str) -> Callable[..., None]:
-        def called(*_: Any) -> None:
-            order.append(f"{path}#{calls[path]}" if calls[path] else path)
-            calls[path] += 1
-
-        return called
-
-    handles = [model.get_submodule(path).register_forward_pre_hook(hook(path)) for path in chosen]
-    try:
-        try:
-            with untouched(model), on_meta(model), torch.no_grad(), _PlainAttention():
-                moved = map_tensors((args, kwargs), lambda tensor: tensor.detach().to("meta"))
-                model(*moved[0], **moved[1])
-        except (RuntimeError, NotImplementedError, TypeError) as error:
-            _refuse_without_values(model, error)
-            order.clear()
-            calls.clear()
-            with untouched(model), torch.no_grad():
-                model(*args, **kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return tuple(order)
 
 
 @dataclass
@@ -247,6 +156,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.columns_input: dict[int, int] = {}
         """Storage of a column-split weight -> its input, whose gradients are summed once."""
         self.used_first: dict[int, int] = {}
+        self.shapes = Shapes()
         self.backward = False
         self.starts: list[int] = []
         self.outputs: dict[int, list[torch.Tensor]] = {}
@@ -332,7 +242,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        out = self.shapes.outcome(func, args, kwargs)
         name = func._schema.name.partition("::")[2]
         if self.backward:
             self.follow_node()
@@ -573,15 +483,6 @@ class _Attention(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         if func is nn.functional.scaled_dot_product_attention:
             return _fused(self.recorder, *args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
-class _PlainAttention(TorchFunctionMode):
-    """Fused attention as a shape alone."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        if func is nn.functional.scaled_dot_product_attention:
-            return args[0].new_empty((*args[0].shape[:-1], args[2].shape[-1]))
         return func(*args, **(kwargs or {}))
 
 

@@ -8,7 +8,8 @@ from torch import nn
 
 from partitioner.errors import UnsupportedModelError
 from partitioner.estimator import estimate, estimate_work
-from partitioner.kernels import choose_layers, record_work
+from partitioner.kernels import record_work
+from partitioner.metarun import choose_layers
 from partitioner.profiler import profile
 
 

@@ -1,0 +1,167 @@
+"""Run a model without its memory: parameters on the meta device, operators answered by their shapes, layers chosen.
+
+Nothing is computed and nothing is allocated; the model is as before afterwards.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from partitioner.errors import UnsupportedModelError
+from partitioner.microbatches import as_call
+from partitioner.restore import untouched
+from partitioner.structures import map_tensors
+from partitioner.tracing import unwrap
+
+
+def choose_layers(
+    model: nn.Module, example_inputs: Any, *, batch_dim: int = 0, max_share: float = 1 / 16
+) -> tuple[str, ...]:
+    """Layers for `record_work`, in the order of their calls: modules with at most `max_share` of the parameters.
+
+    Larger ones are opened to their children. Much faster than a capture, and without its promise that the model can be
+    cut there. A module that is called again is a layer again ("norm#1"); modules without parameters only count where
+    nothing around them is a layer.
+    """
+    model = unwrap(model)
+    args, kwargs = as_call(example_inputs)
+    total = sum(parameter.numel() for parameter in model.parameters()) or 1
+    chosen: list[str] = []
+
+    def open_up(path: str, module: nn.Module) -> None:
+        children = [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
+        size = sum(parameter.numel() for parameter in module.parameters())
+        own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        is_list = type(module).forward is nn.Module.forward or isinstance(module, nn.Sequential)
+        if path and not is_list and (not children or own or size <= max_share * total):
+            chosen.append(path)
+        for child_path, child in children if not path or path != (chosen or [""])[-1] else ():
+            open_up(child_path, child)
+
+    open_up("", model)
+    order: list[str] = []
+    calls: dict[str, int] = defaultdict(int)
+
+    def hook(path: str) -> Callable[..., None]:
+        def called(*_: Any) -> None:
+            order.append(f"{path}#{calls[path]}" if calls[path] else path)
+            calls[path] += 1
+
+        return called
+
+    handles = [model.get_submodule(path).register_forward_pre_hook(hook(path)) for path in chosen]
+    try:
+        try:
+            with untouched(model), on_meta(model), torch.no_grad(), _PlainAttention(), Shapes():
+                moved = map_tensors((args, kwargs), lambda tensor: tensor.detach().to("meta"))
+                model(*moved[0], **moved[1])
+        except (RuntimeError, NotImplementedError, TypeError) as error:
+            refuse_without_values(model, error)
+            order.clear()
+            calls.clear()
+            with untouched(model), torch.no_grad():
+                model(*args, **kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return tuple(order)
+
+
+@contextmanager
+def on_meta(model: nn.Module) -> Iterator[None]:
+    """The model's parameters, buffers and tensors kept in attributes on the meta device, shared ones still shared."""
+    made: dict[int, torch.Tensor] = {}
+    undo: list[tuple[dict[str, Any], str, Any]] = []
+
+    def bare(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in made:
+            data = tensor.detach().to("meta")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            made[id(tensor)] = nn.Parameter(data, requires_grad=tensor.requires_grad) if is_parameter else data
+        return made[id(tensor)]
+
+    for module in model.modules():
+        tables: list[dict[str, Any]] = [module._parameters, module._buffers, module.__dict__]
+        for table in tables:
+            for name, value in list(table.items()):
+                if isinstance(value, torch.Tensor) and not (value.is_meta and value.grad is None):
+                    undo.append((table, name, value))
+                    table[name] = bare(value)
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        for table, name, value in undo:
+            table[name] = value
+
+
+def refuse_without_values(model: nn.Module, error: Exception) -> None:
+    """Nothing where the model is real and can be run instead."""
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        why = (str(error) or type(error).__name__).splitlines()[0]
+        raise UnsupportedModelError(
+            f"the model cannot be followed without its values ({why}): pass it with real parameters, and it is run once"
+        ) from error
+
+
+class Shapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Answers an operator on the meta device from the shapes of a call alike: equal layers are worked out once."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.pure: dict[Any, bool] = {}
+        """Operator -> whether it neither writes into its arguments nor returns views of them."""
+        self.seen: dict[Any, tuple[Any, list[Any]]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.outcome(func, args, kwargs or {})
+
+    def outcome(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What the operator returns."""
+        if func not in self.pure:
+            self.pure[func] = not any(one.alias_info for one in (*func._schema.arguments, *func._schema.returns))
+        key = (func, _look(args), _look(tuple(kwargs.items()))) if self.pure[func] else None
+        if key is None or None in key:
+            return func(*args, **kwargs)
+        if key not in self.seen:
+            out = func(*args, **kwargs)
+            tensors = out if isinstance(out, (tuple, list)) else (out,)
+            if not all(type(t) is torch.Tensor and t.is_meta and t.layout == torch.strided for t in tensors):
+                return out
+            self.seen[key] = (type(out), [(t.shape, t.stride(), t.dtype) for t in tensors])
+            return out
+        kind, shapes = self.seen[key]
+        made = [torch.empty_strided(*size, dtype=dtype, device="meta") for *size, dtype in shapes]
+        return made[0] if kind is torch.Tensor else kind(made)
+
+
+class _PlainAttention(TorchFunctionMode):
+    """Fused attention as a shape alone."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        if func is nn.functional.scaled_dot_product_attention:
+            return args[0].new_empty((*args[0].shape[:-1], args[2].shape[-1]))
+        return func(*args, **(kwargs or {}))
+
+
+def _look(value: Any) -> Any:
+    """Something hashable, equal for arguments with equal outcomes on the meta device; None: there is no telling."""
+    if isinstance(value, torch.Tensor):
+        plain = type(value) in (torch.Tensor, nn.Parameter) and value.is_meta and value.layout == torch.strided
+        return (value.shape, value.stride(), value.dtype) if plain else None
+    if isinstance(value, (tuple, list)):
+        items = tuple(_look(item) for item in value)
+        return None if None in items else items
+    if value is None:
+        return ()
+    return (
+        (type(value), value) if isinstance(value, (int, float, str, torch.dtype, torch.device, torch.layout)) else None
+    )
