@@ -176,8 +176,8 @@ def run_clock(
 class _Walk:
     """The state of the walk. A code is 4 x stage + kind; a channel is one way of a transfer.
 
-    Messages have cells, channel x m + micro-batch; behind them are m cells that stand for no message (-inf), and m
-    that are written to be forgotten.
+    Messages have cells, channel x m + micro-batch. Behind them are three channels more: no message (-inf), one that
+    never comes (what stands behind a rank's last action waits for it), and one that is written to be forgotten.
     """
 
     def __init__(self, table: Table, replica: Replica, overhead_s: float, overlap: bool) -> None:
@@ -225,13 +225,14 @@ class _Walk:
         # A wire of one channel, whose messages take no longer than the action that makes them, is always free.
         always_free = not any(way_s) or (free_again and len(wires) == count)
         self.wires_bind = self.overlap and not always_free
-        self.into, self.out = _by_turn(into, count), _by_turn(out, count)
-        self.way_s, self.wire = np.array([*way_s, 0.0]), np.array([*on_wire, len(wires)])
-        self.first_cell = np.arange(count + 1) * self.m
-        self.none, self.nowhere, self.dump = self.num_cells, self.num_cells + self.m, len(wires)
+        self.into, self.out = _by_turn(into, count), _by_turn(out, count + 2)
+        self.into[0][self.past] = count + 1
+        self.way_s, self.wire = np.array([*way_s, 0.0, 0.0, 0.0]), np.array([*on_wire, *[len(wires)] * 3])
+        self.first_cell = np.arange(count + 3) * self.m
+        self.none, self.nowhere, self.dump = self.num_cells, self.num_cells + 2 * self.m, len(wires)
         self.wire_free = np.zeros(len(wires) + 1)
-        self.arrived = np.full(self.num_cells + 2 * self.m, np.inf)
-        self.arrived[self.none : self.nowhere] = -np.inf
+        self.arrived = np.full(self.num_cells + 3 * self.m, np.inf)
+        self.arrived[self.none : self.none + self.m] = -np.inf
         self.sent, self.left = self.arrived, self.arrived
         if self.wires_bind or not self.overlap:
             self.sent, self.left = self.arrived.copy(), self.arrived.copy()
@@ -256,8 +257,7 @@ class _Walk:
             self._grow(self.rounds)
         t, log, at = self.rounds, self.log, self.row + self.pos
         code, k = self.codes.take(at), self.ks.take(at)
-        over = code == self.past
-        start = np.where(over, np.inf, self.free)
+        start = self.free
         for d, turn in enumerate(self.into):
             channel = turn.take(code)
             cell = self.first_cell.take(channel) + k
@@ -276,7 +276,7 @@ class _Walk:
         go = start < np.inf
         everyone = bool(go.all())
         if not everyone and not go.any():
-            self.stuck = not over.all()
+            self.stuck = bool((code < self.past).any())
             return False
         log["pos"][t], log["free"][t], log["start"][t] = self.pos, self.free, start
         if self.wires_bind:
@@ -287,7 +287,8 @@ class _Walk:
         for turn in self.out:
             channel = turn.take(code)
             cell = self.first_cell.take(channel) + k
-            cell[(channel == len(self.ways)) | ~go] = self.nowhere
+            if not everyone:
+                cell[~go] = self.nowhere
             if not self.overlap:
                 self.sent[cell] = end
             elif not self.wires_bind:
