@@ -143,14 +143,23 @@ def partition(
 
 
 def _checked(plan: Plan, model: nn.Module, batch: MicroBatch, loss: Loss, seed: int, notes: list[str]) -> Plan:
-    """The plan, or the best one without the cuts at which the sliced model is not the whole one."""
+    """The plan, or the best one without the cuts, or the recomputation, with which the model gives other numbers."""
     count = max(1, batch.samples // plan.microbatch_samples)
     part = Cutter(plan.training.batch_dim).cut(batch.args, batch.kwargs, batch.target, count)[0]
-    while plan.num_stages > 1:
+    while plan.num_stages > 1 or any(stage.recompute for stage in plan.stages):
+        again = [layer for stage in plan.stages if stage.recompute for layer in stage.layers]
         try:
-            check_split(model, plan.profile, plan.stage_of(), part, loss, seed=seed)
+            check_split(model, plan.profile, plan.stage_of(), part, loss, recompute=again, seed=seed)
             break
-        except UnsupportedModelError as error:
+        except (UnsupportedModelError, RuntimeError) as error:
+            try:
+                if again and check_split(model, plan.profile, plan.stage_of(), part, loss, seed=seed) >= 0:
+                    plan = _without_recomputation(plan, error, notes)
+                    continue
+            except UnsupportedModelError:
+                pass
+            if not isinstance(error, UnsupportedModelError):
+                raise
             wrong = [stage.layers[0] for stage in plan.stages[1:]]
             notes.append(f"not cut before {', '.join(wrong)}: {error}")
             refused = dict.fromkeys(wrong, "sliced there, the model gives other numbers")
@@ -160,6 +169,14 @@ def _checked(plan: Plan, model: nn.Module, batch: MicroBatch, loss: Loss, seed: 
             except PartitionerError:
                 raise error from None
     return plan
+
+
+def _without_recomputation(plan: Plan, error: Exception, notes: list[str]) -> Plan:
+    reason = f"its layers cannot run again in their backward ({str(error).splitlines()[0]})"
+    if plan.training.recompute == "always":
+        raise ArgumentError(f"recompute='always' does not work for this model: {reason}; use recompute='never'")
+    notes.append(f"nothing is recomputed: {reason}")
+    return solve(plan.profile, plan.cluster, plan.training.model_copy(update={"recompute": "never"}))
 
 
 def _refuse_too_many_ranks(devices: int) -> None:

@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import partitioner as pt
 from partitioner.capture import capture
 from partitioner.errors import UnsupportedModelError
 from partitioner.executor import materialize
@@ -297,3 +298,23 @@ def test_masks_and_statistics_on_ranks_are_the_same_with_and_without(ranks: Rank
             for before, after in zip(without[1:], again[1:], strict=True):
                 assert before.keys() == after.keys()
                 assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_plan_that_recomputes_is_checked_and_one_that_cannot_is_refused_with_the_reason() -> None:
+    torch.manual_seed(0)
+    case = models.build("tied")
+    plan = pt.partition(
+        case.model,
+        case.inputs,
+        gpus=2,
+        mesh={"pp": 2},
+        recompute="always",
+        loss_fn=case.loss_fn,
+        example_target=case.target,
+    )
+    assert all(stage.recompute for stage in plan.stages)
+    cached = ODD["weights_are_cached_across_layers"]()
+    with pytest.raises(pt.ArgumentError, match=r"recompute='always'.*recompute='never'"):
+        pt.partition(
+            cached.model, cached.inputs, gpus=2, mesh={"dp": 2}, recompute="always", loss_fn=lambda out, _: out.sum()
+        )
