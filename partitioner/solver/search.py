@@ -128,10 +128,13 @@ def _race(
                 unfit.append(problem.setting)
                 continue
             bound_s = max(bound_s, problem.bounds.tight(best))
-            if bound_s < math.inf:
-                heapq.heappush(waiting, Waiting(bound_s, number, True, problem))
-            else:
+            if bound_s == math.inf:
                 unfit.append(problem.setting)
+                continue
+            heapq.heappush(waiting, Waiting(bound_s, number, True, problem))
+            if not found and (one := problem.best(bound_s, thorough=False)) is not None:
+                found.append(one)  # something to measure the others' promises by
+                best = one.total_s
         elif (one := problem.best(bound_s, thorough=thorough)) is None:
             unfit.append(problem.setting)
         else:
