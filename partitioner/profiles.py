@@ -47,7 +47,7 @@ class LayerCost(Frozen):
     backward_weight_s: Seconds | None = None
     saved_bytes: Bytes = 0
     """What autograd keeps from this layer's forward until its backward; storages once, parameters left out."""
-    flops: Annotated[float, Field(ge=0)] = 0.0
+    flops: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     memory: LayerMemory | None = None
     """Where it was told without a device."""
 

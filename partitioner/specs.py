@@ -14,8 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from partitioner.errors import ArgumentError
 
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Bytes = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0, le=1e8, allow_inf_nan=False)]
+"""Up to three years: more is a mistake in its unit."""
+Bytes = Annotated[int, Field(ge=0, le=2**60)]
+"""Up to an exbibyte."""
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-h2", "zero-bubble-v"]
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
@@ -89,7 +91,7 @@ class Device(Frozen):
     """Of each group of ranks that it communicates with: one for each axis of the mesh."""
     slack: Annotated[float, Field(ge=0)] = 0.0
     """What the allocator holds beyond what is in use, as a share of it."""
-    relative_speed: Annotated[float, Field(gt=0)] = 1.0
+    relative_speed: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
 
     @property
     def usable_bytes(self) -> int:
@@ -103,7 +105,7 @@ class Link(Frozen):
     """
 
     sizes_bytes: tuple[Bytes, ...]
-    seconds: tuple[Seconds, ...]
+    seconds: tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...]
     source: str = ""
 
     @model_validator(mode="after")

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -15,8 +16,8 @@ from partitioner.graph import CostGraph
 from partitioner.memory import memory_limit, stage_memory
 from partitioner.schedule import in_flight
 from partitioner.simulator import predict, single_device
+from partitioner.solver import evaluate, solve
 from partitioner.solver import problem as one_setting
-from partitioner.solver import solve
 from partitioner.solver.chain import Chain, best_split, cheapest_split, smallest_bottleneck
 from partitioner.solver.evaluate import Replayer
 from partitioner.solver.layout import Site
@@ -390,33 +391,46 @@ def test_splits_replayed_together_take_what_the_simulator_predicts(seed):
 
 
 def brute_force(graph, there, training):
-    """The least step + optimizer over every setting and split that fits, of those that use the most devices."""
+    """The least step + optimizer over every setting, split and choice of stages that recompute that fits, of those that
+    use the most devices."""
     baseline = single_device(graph, there, training)
+    choices = {"never": [False], "always": [True], "auto": [False, True]}[training.recompute]
     for meshes in mesh_levels(graph, there, training):
         best = float("inf")
         for setting, _ in every_setting(Site(there, training), training, meshes):
             shape = {"schedule": setting.schedule, "num_microbatches": setting.num_microbatches}
             for cuts in itertools.combinations(graph.allowed_cuts, setting.num_stages - 1):
-                held = (
-                    (
-                        stage_memory(graph, training, device, cuts=cuts, stage=stage, num_replicas=len(ranks), **shape),
-                        device,
+                for again in itertools.product(choices, repeat=setting.num_stages):
+                    held = (
+                        (
+                            stage_memory(
+                                graph,
+                                training,
+                                device,
+                                cuts=cuts,
+                                stage=stage,
+                                num_replicas=len(ranks),
+                                recompute=again[stage],
+                                **shape,
+                            ),
+                            device,
+                        )
+                        for stage, ranks in enumerate(setting.ranks)
+                        for device in {there.devices[rank] for rank in ranks}
                     )
-                    for stage, ranks in enumerate(setting.ranks)
-                    for device in {there.devices[rank] for rank in ranks}
-                )
-                if all(items.total <= memory_limit(device, training) for items, device in held):
-                    one = predict(
-                        graph,
-                        there,
-                        training,
-                        mesh=setting.mesh,
-                        cuts=cuts,
-                        ranks=setting.ranks,
-                        baseline=baseline,
-                        **shape,
-                    )
-                    best = min(best, one.step_s + one.optimizer_s)
+                    if all(items.total <= memory_limit(device, training) for items, device in held):
+                        one = predict(
+                            graph,
+                            there,
+                            training,
+                            mesh=setting.mesh,
+                            cuts=cuts,
+                            ranks=setting.ranks,
+                            recompute=again,
+                            baseline=baseline,
+                            **shape,
+                        )
+                        best = min(best, one.step_s + one.optimizer_s)
         if best < float("inf"):
             return best
     return None
@@ -427,7 +441,7 @@ def brute_force(graph, there, training):
 def test_no_split_beats_the_plan_by_more_than_its_gap(seed, few_splits, monkeypatch):
     monkeypatch.setattr(one_setting, "FEW_SPLITS", few_splits)  # 0: proposals, bounds and hill climbing alone
     rng = random.Random(seed)
-    graph = CostGraph(random_chain(rng, rng.randrange(2, 8)))
+    graph = CostGraph(random_chain(rng, rng.randrange(2, 7)))
     devices = rng.choice([1, 2, 3, 4])
     there = cluster(
         devices,
@@ -438,7 +452,7 @@ def test_no_split_beats_the_plan_by_more_than_its_gap(seed, few_splits, monkeypa
         nodes=sorted(rng.randrange(2) for _ in range(devices)),
         speeds=[rng.choice([1.0, 2.0]) for _ in range(devices)] if seed % 4 == 0 else None,
     )
-    training = Training(batch_size=rng.choice([4, 6, 8]))
+    training = Training(batch_size=rng.choice([4, 6, 8]), recompute=rng.choice(["never", "auto", "always"]))
     best = brute_force(graph, there, training)
     if best is None:
         with pytest.raises(InfeasibleError, match="does not fit"):
@@ -534,3 +548,117 @@ def test_plans_lose_no_layer_keep_to_the_memory_and_are_no_worse_than_the_equal_
         )
         if all(stage.memory.total <= there.devices[0].memory_bytes for stage in equal.stages):
             assert total_s(plan) <= (equal.step_s + equal.optimizer_s) * (1 + 1e-9)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 10**6), n=st.integers(3, 20))
+def test_more_memory_or_other_names_never_make_a_plan_slower(seed, n):
+    rng = random.Random(seed)
+    profile = random_chain(rng, n)
+    training = Training(batch_size=8, recompute=rng.choice(["never", "auto"]))
+    times = []
+    for memory_bytes in (2 * 10**6, 4 * 10**6, LOTS):
+        try:
+            plan = solve(profile, cluster(4, link=SLOW, memory_bytes=memory_bytes), training)
+        except InfeasibleError:
+            continue
+        times.append((plan.num_ranks, total_s(plan), plan.gap))
+    for (ranks, before, _), (more, after, gap) in itertools.pairwise(times):
+        assert more > ranks or after <= before * (1 + gap + 1e-9)
+    renamed = type(profile).model_validate_json(
+        re.sub(r'"(\d+)"', lambda found: f'"layer.{found[1]}"', profile.model_dump_json())
+    )
+    there = cluster(4, link=SLOW)
+    plan, other = solve(profile, there, training), solve(renamed, there, training)
+    assert total_s(plan) == total_s(other) and sizes(plan) == sizes(other) and plan.mesh == other.mesh
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 10**6), n=st.integers(4, 20))
+def test_twice_the_devices_never_take_longer_where_sync_and_transfers_are_free(seed, n):
+    profile = random_chain(random.Random(seed), n)
+    profile = profile.model_copy(update={"no_cut": {}, "slicing_s": 0.0})
+    plans = [solve(profile, cluster(devices), Training(batch_size=8)) for devices in (1, 2, 4)]
+    for fewer, more in itertools.pairwise(plans):
+        assert total_s(more) <= total_s(fewer) * (1 + more.gap + 1e-9)
+
+
+# Recomputation, several stages a rank, unequal devices
+
+
+def test_stages_that_do_not_fit_otherwise_recompute_and_no_others_do():
+    profile = chain([1.0] * 8, saved_bytes=100, tensor_bytes=10)
+    request = {"batch_size": 8, "mesh": {"pp": 4, "dp": 1}, "microbatches": 8, "schedule": "1f1b"}
+    there = cluster(4, memory_bytes=700)
+    plan = solve(profile, there, Training(recompute="auto", **request))
+    again = [stage.recompute for stage in plan.stages]
+    assert again[0] and not again[-1]
+    assert all(stage.memory.total <= 700 for stage in plan.prediction.stages)
+    assert any("run" in reason and "again in the backward" in reason for reason in plan.why)
+    never = solve(profile, there, Training(recompute="never", **request))
+    assert total_s(plan) <= total_s(never)
+    always = solve(profile, there, Training(recompute="always", **request))
+    assert all(stage.recompute for stage in always.stages)
+    assert total_s(plan) < total_s(always)
+    free = solve(profile, cluster(4), Training(recompute="auto", **request))
+    assert not any(stage.recompute for stage in free.stages)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages"), [("interleaved", 8), ("zero-bubble", 4), ("zero-bubble-h2", 4), ("zero-bubble-v", 8)]
+)
+def test_a_schedule_that_is_not_run_here_is_planned_when_asked_for_and_says_so(schedule, stages):
+    profile = chain([1.0] * 16, tensor_bytes=100)
+    request = {"batch_size": 16, "mesh": {"pp": 4, "dp": 1}, "microbatches": 8}
+    plan = solve(profile, cluster(4), Training(schedule=schedule, **request))
+    plain = solve(profile, cluster(4), Training(schedule="1f1b", **request))
+    assert plan.num_stages >= stages
+    assert plan.mesh == {"pp": 4, "dp": 1}
+    assert not plan.runnable and any("does not run it" in reason for reason in plan.why)
+    assert plan.lower_bound_s <= total_s(plan) < total_s(plain)  # smaller bubbles
+    assert sum(sizes(plan)) == 16
+
+
+def test_a_device_with_little_memory_gets_the_stage_that_holds_little():
+    profile = chain([1.0] * 8, saved_bytes=100)
+    small, large = cluster(1, memory_bytes=450).devices[0], cluster(1, memory_bytes=5_000).devices[0]
+    both = cluster(2).model_copy(update={"devices": (small, large)})
+    plan = solve(profile, both, Training(batch_size=8, mesh={"pp": 2, "dp": 1}, microbatches=8, schedule="1f1b"))
+    assert [stage.ranks for stage in plan.stages] == [(1,), (0,)]  # stage 0 holds twice as many micro-batches
+    assert sizes(plan) == [4, 4]
+    assert any("stages are on ranks 1, 0" in reason for reason in plan.why)
+
+
+def test_a_limit_that_the_user_set_is_called_by_its_name():
+    profile = chain([1.0] * 4, saved_bytes=2**20)
+    with pytest.raises(InfeasibleError, match=r"of the memory_limit of 512.0 KiB .*memory_limit='"):
+        solve(profile, cluster(2), Training(batch_size=4, memory_limit_bytes=2**19))
+    with pytest.raises(InfeasibleError, match=r"recompute='auto'"):
+        solve(chain([1.0] * 4, saved_bytes=1_000), cluster(1, memory_bytes=2_500), Training(batch_size=1))
+
+
+def test_more_micro_batches_are_not_advised_where_they_would_take_longer():
+    profile = chain([1e-3] * 8, fixed_s=5e-3, sizes=(1, 4))
+    plan = solve(profile, cluster(2), Training(batch_size=16, mesh={"pp": 2, "dp": 1}))
+    text = " ".join(plan.why)
+    assert "micro-batches would take" in text and "longer" in text
+    fixed = solve(profile, cluster(2), Training(batch_size=16, mesh={"pp": 2, "dp": 1}, microbatches=16))
+    found = re.search(r"(\d+) micro-batches instead of 16 would take ([\d.]+) % less", " ".join(fixed.why))
+    assert found is not None
+    assert int(found[1]) == plan.num_microbatches
+    assert 0 < float(found[2]) <= 100 * (1 - total_s(plan) / total_s(fixed)) + 0.06  # it may have other stages, too
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_long_steps_are_extrapolated_to_what_a_full_replay_takes(seed, monkeypatch):
+    rng = random.Random(seed)
+    graph = CostGraph(random_chain(rng, 9).model_copy(update={"no_cut": {}}))
+    there = cluster(3, link=rng.choice([SLOW, SLOWER]))
+    setting = Setting(3, 1, "1f1b", 512, 1, ((0,), (1,), (2,)))
+    splits = np.array(list(itertools.combinations(range(1, 9), 2)))
+    replayer = Replayer(graph, there, setting)
+    quick = replayer.total_s(splits)
+    monkeypatch.setattr(evaluate, "SAME", -1.0)  # no rounds are alike
+    assert quick == pytest.approx(replayer.total_s(splits), rel=1e-11)
+    if graph.linked[1:-1].all():
+        assert (replayer.least_s(splits) <= quick * (1 + 1e-9)).all()

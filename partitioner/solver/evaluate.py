@@ -85,7 +85,8 @@ class Replayer:
         return self.layout.num_lines * (150 * calls + rows * over)
 
     def least_s(self, cuts: Ints, recompute: Flags | None = None) -> Floats:
-        """[rows] what `total_s` is at least under 1f1b, by `Bounds`' busy, path, place and rounds of these very stages."""
+        """[rows] what `total_s` is at least under 1f1b where every stage waits for the one before it: `Bounds`' path,
+        place and rounds of these very stages."""
         p, m, costs, graph = self.setting.num_stages, self.setting.num_microbatches, self.costs, self.graph
         edges = np.column_stack((np.zeros(len(cuts), int), cuts, np.full(len(cuts), graph.num_layers)))
         first, last, least = edges[:, :-1], edges[:, 1:], np.zeros(len(cuts))

@@ -10,12 +10,15 @@ from partitioner.graph import CostGraph
 from partitioner.memory import memory_limit
 from partitioner.plan import Prediction
 from partitioner.solver.chain import cheapest_split, smallest_bottleneck
-from partitioner.solver.problem import CLOSE, Found
+from partitioner.solver.problem import CLOSE, Found, Problem
 from partitioner.solver.search import Searched
-from partitioner.specs import format_bytes
+from partitioner.solver.settings import Setting, divisors
+from partitioner.specs import EXECUTED, Training, format_bytes
 
 NOTICEABLE = 0.01
 """Relative; what changes a step by less is left unsaid."""
+MOST_TRIED = 2**14
+"""Stages x micro-batches of what is tried only to be told."""
 
 
 def reasons(found: Found, prediction: Prediction, searched: Searched, free: Found | None) -> tuple[str, ...]:
@@ -23,9 +26,11 @@ def reasons(found: Found, prediction: Prediction, searched: Searched, free: Foun
     return (
         *_binds(found, prediction),
         *_memory(found),
+        *_recomputed(found),
         *_replicas(found, searched),
         *_devices(found, prediction),
         *_pins(found, free),
+        *_schedule(found),
         *_assumptions(found, prediction),
     )
 
@@ -35,7 +40,7 @@ def _binds(found: Found, prediction: Prediction) -> list[str]:
     graph, setting = found.problem.graph, found.setting
     work = [stage.forward_s + stage.backward_s for stage in prediction.stages]
     if setting.num_stages == 1 or not sum(work):
-        return _losses(prediction)
+        return _losses(found, prediction)
     slowest = int(np.argmax(work))
     first, last = graph.bounds(found.cuts)[slowest]
     over = work[slowest] / (sum(work) / len(work)) - 1
@@ -49,23 +54,91 @@ def _binds(found: Found, prediction: Prediction) -> list[str]:
             f"; it cannot be cut further, so these stages are at most {sum(work) / work[slowest]:.2f} times as fast as "
             "one after the other, with any number of micro-batches"
         )
-    return [text, *_losses(prediction)]
+    return [text, *_losses(found, prediction)]
 
 
-def _losses(prediction: Prediction) -> list[str]:
+def _losses(found: Found, prediction: Prediction) -> list[str]:
+    """The largest loss, with what would shrink it and by how much, each tried on this plan's own stages."""
     lost = prediction.lost
     causes = {
-        "fill and drain of the pipeline": (lost.fill_drain, "more micro-batches would shrink it"),
-        "waiting for transfers": (lost.communication, "faster links or fewer stages would shrink it"),
-        "gradient sync": (lost.sync, "a larger batch or faster links would shrink it"),
-        "running small micro-batches": (
-            lost.small_microbatch,
-            "fewer, larger micro-batches would use the devices better",
-        ),
+        "fill and drain of the pipeline": (lost.fill_drain, True),
+        "waiting for transfers": (lost.communication, False),
+        "gradient sync": (lost.sync, True),
+        "running small micro-batches": (lost.small_microbatch, True),
     }
     name = max(causes, key=lambda cause: causes[cause][0])
-    share, cure = causes[name]
-    return [f"{name} takes {100 * share:.1f} % of the devices' time: {cure}"] if share >= NOTICEABLE else []
+    share, by_count = causes[name]
+    if share < NOTICEABLE:
+        return []
+    text = f"{name} takes {100 * share:.1f} % of the devices' time"
+    cures = [*(_other_counts(found) if by_count else ()), *_doubled(found)]
+    if not by_count:
+        cures.insert(0, f"links that took no time would save {duration(lost.communication * found.total_s)} a step")
+    return [f"{text}: {'; '.join(cures)}" if cures else text]
+
+
+def _other_counts(found: Found) -> list[str]:
+    """What the same stages would do with other numbers of micro-batches."""
+    setting, problem = found.setting, found.problem
+    each = problem.training.batch_size // setting.num_replicas
+    if setting.num_stages * each > MOST_TRIED or setting.schedule not in EXECUTED:
+        return []
+    totals: dict[int, float] = {}
+    for count in divisors(each):
+        if count != setting.num_microbatches:
+            other = _timed(found, replace(setting, num_microbatches=count, samples=each // count), problem.training)
+            if other is not None:
+                totals[count] = other
+    if not totals:
+        return []
+    count = min(totals, key=lambda one: (totals[one], one))
+    change = totals[count] / found.total_s - 1
+    if change < -NOTICEABLE / 10:
+        return [f"{count} micro-batches instead of {setting.num_microbatches} would take {100 * -change:.1f} % less"]
+    more = [other for other in totals if other > setting.num_microbatches]
+    if not more:
+        return ["there are no more micro-batches to cut the batch into"] if setting.num_stages > 1 else []
+    longer = 100 * (totals[more[0]] / found.total_s - 1)
+    return [f"{more[0]} micro-batches would take {longer:.1f} % longer, as smaller ones cost more a sample"]
+
+
+def _doubled(found: Found) -> list[str]:
+    """What twice the batch would do, in twice as many micro-batches."""
+    setting, training = found.setting, found.problem.training
+    if 2 * setting.num_stages * setting.num_microbatches > MOST_TRIED or setting.schedule not in EXECUTED:
+        return []
+    twice = training.model_copy(update={"batch_size": 2 * training.batch_size})
+    total_s = _timed(found, replace(setting, num_microbatches=2 * setting.num_microbatches), twice)
+    if total_s is None or (gain := 2 * found.total_s / total_s - 1) < NOTICEABLE:
+        return []
+    return [f"a batch of {twice.batch_size} in as large micro-batches would give {100 * gain:.1f} % more samples/s"]
+
+
+def _timed(found: Found, setting: Setting, training: Training) -> float | None:
+    """Step + optimizer of the same stages in another setting; None: they do not fit there."""
+    one, cuts = found.problem, np.array([found.cuts], dtype=np.int64).reshape(1, -1)
+    other = Problem(one.graph, one.cluster, training, setting, one.starts, one.layout)
+    return float(other.replayer.total_s(cuts, other.recomputed(cuts))[0]) if other.fitting(cuts)[0] else None
+
+
+def _recomputed(found: Found) -> list[str]:
+    again = [stage for stage, flag in enumerate(found.recompute) if flag]
+    if not again or found.problem.recompute == "always":
+        return []
+    stages = "every stage" if len(again) == found.setting.num_stages else f"stages {', '.join(map(str, again))}"
+    work_s = found.problem.replayer.costs.forward_before_s
+    edges = np.array([0, *found.cuts, found.problem.graph.num_layers])
+    share = float(np.diff(work_s[edges])[again].sum()) / float(found.problem.replayer.costs.before_s[-1])
+    return [
+        f"{stages} would not fit with what their layers save, and run them again in "
+        f"the backward: {100 * share:.1f} % more work in all"
+    ]
+
+
+def _schedule(found: Found) -> list[str]:
+    if found.setting.schedule in EXECUTED:
+        return []
+    return [f"{found.setting.schedule} is planned and predicted; the executor of this version does not run it"]
 
 
 def _memory(found: Found) -> list[str]:
@@ -74,7 +147,7 @@ def _memory(found: Found) -> list[str]:
     chain, memory = problem.chain, problem.memory
     if chain.limits is None or found.setting.num_stages == 1:
         return []
-    free = replace(chain, limits=None)
+    free = chain.free()
     bottleneck = smallest_bottleneck(free)
     if chain.split(found.cuts).bottleneck_s <= bottleneck * (1 + NOTICEABLE):
         return []
@@ -143,8 +216,8 @@ def _assumptions(found: Found, prediction: Prediction) -> list[str]:
         said.append(
             f"the model does not fit one device of {format_bytes(smallest)}: speedup is against one of unlimited memory"
         )
-    if len({device.relative_speed for device in cluster.devices}) > 1:
-        said.append("devices keep their order; layers are given out by their relative speeds")
+    if not found.problem.layout.site.alike:
+        said.append(_order(found))
     shared = graph.synced_parameters(found.cuts)
     if shared:
         names = ", ".join(parameter.names[0] for parameter, _ in shared[:3])
@@ -163,6 +236,17 @@ def _assumptions(found: Found, prediction: Prediction) -> list[str]:
     if sources:
         said.append(f"link figures: {'; '.join(sources)}")
     return said
+
+
+def _order(found: Found) -> str:
+    """How unequal devices were put in order."""
+    if found.problem.layout.number == 0:
+        return "devices keep their order, as no other that was tried is faster; layers are given out by relative speeds"
+    order = ", ".join(str(ranks[0]) for ranks in found.setting.ranks[:8])
+    return (
+        f"stages are on ranks {order}{', ...' if len(found.setting.ranks) > 8 else ''}, which is faster than the "
+        "cluster's own order; layers are given out by relative speeds"
+    )
 
 
 def _layers(graph: CostGraph, first: int, last: int) -> str:

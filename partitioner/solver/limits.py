@@ -108,14 +108,21 @@ class DeviceMemory(Limits):
         """Bytes of the layers [first, last) as that stage, overhead left out; arrays broadcast."""
         return sum(np.ceil(value) for value in self._items(stage, first, last).values())
 
+    def least_bytes(self, stage: Any, first: Any, last: Any) -> Any:
+        """The same, with recomputation where that is allowed and holds less."""
+        needed = self.bytes(stage, first, last)
+        return (
+            np.minimum(needed, self.lean.bytes(stage, first, last)) if isinstance(self.lean, DeviceMemory) else needed
+        )
+
     def fits(self, stage: Any, first: Any, last: Any) -> Any:
         return self.bytes(stage, first, last) <= self.room[stage]
 
     def roomy(self, stage: Any, first: Any, last: Any) -> Any:
         """Of what crosses the cuts of a stage, only as much as no larger stage has less of.
 
-        held   kept(first, last) + received(first) + sent(last)   by the layer behind the first cut, before the last
-          >=   [min over j >= last of (kept_before[j] + sent(j))]  -  [max over i <= first of (kept_before[i] - received(i))]
+        kept(first, last) + received behind the first cut + sent before the last
+            >= min over j >= last of kept_before[j] + sent(j), less the max over i <= first of kept_before[i] - received(i)
         """
         begin, end = self._edges
         needed = self._standing(first, last) + self.held[stage] * (end[last] - begin[first])

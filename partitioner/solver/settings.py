@@ -9,11 +9,11 @@ from typing import Literal
 
 import numpy as np
 
-from partitioner.errors import ArgumentError, NotBuiltError
+from partitioner.errors import ArgumentError
 from partitioner.graph import CostGraph
 from partitioner.schedule import placement
 from partitioner.solver.layout import Ints, Layout, Ranks, Site
-from partitioner.specs import EXECUTED, Cluster, ScheduleName, Training
+from partitioner.specs import Cluster, ScheduleName, Training
 
 MOST_ACTIONS = 2**18
 """Settings chosen by us have at most this many actions a step; more micro-batches than that gain nothing."""
@@ -79,9 +79,15 @@ def check_request(graph: CostGraph, cluster: Cluster, training: Training) -> Non
             "use a smaller mesh or mesh='auto'"
         )
     if pp is not None and pp > most_stages:
+        fixed_cuts = list(graph.profile.no_cut.values())
+        why = (
+            f"; of its {graph.num_layers} layers, {len(fixed_cuts)} cannot start a stage: {fixed_cuts[0]}"
+            if fixed_cuts
+            else ""
+        )
         raise ArgumentError(
-            f"pp={pp} stages need {pp} layers that can be cut apart, the model has {most_stages}: "
-            f"use pp={most_stages} or fewer"
+            f"pp={pp} stages need {pp} layers that can be cut apart, the model has {most_stages}{why}: use "
+            f"pp={most_stages} or fewer, and the other devices as replicas (dp)"
         )
     if dp is not None and batch % dp:
         raise ArgumentError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -28,9 +29,10 @@ def shortage(graph: CostGraph, cluster: Cluster, training: Training) -> str:
     lacking, split = _closest(problem)
     setting, bounds = problem.setting, graph.bounds(split.cuts)
     stages = np.arange(setting.num_stages)
-    needed = problem.memory.bytes(stages, [first for first, _ in bounds], [last for _, last in bounds])
+    needed = problem.memory.least_bytes(stages, [first for first, _ in bounds], [last for _, last in bounds])
     stage = int(np.argmax(needed - problem.memory.room))
     device = min((cluster.devices[rank] for rank in setting.ranks[stage]), key=lambda one: memory_limit(one, training))
+    lean = bool(needed[stage] < problem.memory.bytes(stage, *bounds[stage]))
     items = stage_memory(
         graph,
         training,
@@ -40,8 +42,12 @@ def shortage(graph: CostGraph, cluster: Cluster, training: Training) -> str:
         schedule=setting.schedule,
         num_microbatches=setting.num_microbatches,
         num_replicas=setting.num_replicas,
+        num_ranks=setting.num_places,
+        recompute=problem.recompute == "always" or lean,
     )
     limit = memory_limit(device, training)
+    by_user = training.memory_limit_bytes is not None and training.memory_limit_bytes < device.memory_bytes
+    of = f"the memory_limit of {format_bytes(limit)}" if by_user else format_bytes(limit)
     sizes = sorted(((value, name) for name, value in items.model_dump().items() if value), reverse=True)
     held = int(problem.memory.held[stage])
     largest = ", ".join(
@@ -60,7 +66,7 @@ def shortage(graph: CostGraph, cluster: Cluster, training: Training) -> str:
     mesh += f"{setting.num_microbatches} micro-batch{'es' if setting.num_microbatches > 1 else ''}"
     devices = "1 device" if cluster.num_devices == 1 else f"{cluster.num_devices} devices"
     return (
-        f"does not fit: {name} needs {format_bytes(items.total)} of {format_bytes(limit)} ({largest}), "
+        f"does not fit: {name} needs {format_bytes(items.total)} of {of} ({largest}), "
         f"{format_bytes(max(1, items.total - limit))} too much. No split of {graph.num_layers} layers fits {devices}; "
         f"this one ({mesh}) comes closest. {_way_out(graph, cluster, training, limit, lacking)}"
     )
@@ -101,7 +107,7 @@ def _somehow(graph: CostGraph, cluster: Cluster, training: Training) -> Problem 
 
 def _least_extra(problem: Problem) -> float:
     """Bytes that every device must have more of at least, by what does not depend on the cuts."""
-    whole = problem.memory.bytes(np.arange(problem.setting.num_stages), 0, problem.graph.num_layers)
+    whole = problem.memory.least_bytes(np.arange(problem.setting.num_stages), 0, problem.graph.num_layers)
     low, high = 0.0, float(np.max(whole - problem.memory.room))
     while high - low > PRECISION * max(1.0, high + float(problem.memory.room.min())):
         middle = (low + high) / 2
@@ -117,10 +123,10 @@ def _closest(problem: Problem) -> tuple[float, Split]:
 
     def lacking(split: Split) -> float:
         edges = np.array((0, *split.cuts, problem.graph.num_layers))
-        needed = problem.memory.bytes(np.arange(problem.setting.num_stages), edges[:-1], edges[1:])
+        needed = problem.memory.least_bytes(np.arange(problem.setting.num_stages), edges[:-1], edges[1:])
         return float(np.max(needed - problem.memory.room))
 
-    free = replace(problem.chain, limits=None)
+    free = problem.chain.free()
     best = cheapest_split(free, smallest_bottleneck(free))
     assert best is not None  # every stage can have a layer
     low, high = _least_extra(problem), lacking(best)
@@ -145,13 +151,20 @@ def _way_out(graph: CostGraph, cluster: Cluster, training: Training, limit: int,
         ways.append(f"schedule={found.setting.schedule!r}")
     if training.microbatches != "auto" and (found := _tried(graph, cluster, training, microbatches="auto")):
         ways.append(f"microbatches={found.setting.num_microbatches}")
+    if training.recompute == "never" and (found := _tried(graph, cluster, training, recompute="auto")):
+        ways.append("recompute='auto'")
     if training.mesh != "auto" and (found := _tried(graph, cluster, training, mesh="auto")):
         ways.append(f"mesh={found.setting.mesh}")
     if (more := _more_devices(graph, cluster, training)) is not None:
         ways.append(f"{more} such devices")
     if (smaller := _smaller_batch(graph, cluster, training)) is not None:
         ways.append(f"batch_size={smaller}")
-    ways.append(f"devices with {format_bytes(limit + lacking)}")
+    needed = limit + lacking
+    least = min(device.memory_bytes for device in cluster.devices)
+    if training.memory_limit_bytes is not None and training.memory_limit_bytes < needed <= least:
+        ways.append(f"memory_limit='{math.ceil(needed / 2**20)}MiB'")
+    else:
+        ways.append(f"devices with {format_bytes(needed)}")
     return f"What fits: {' or '.join(ways)}."
 
 

@@ -58,6 +58,8 @@ def main() -> int:
     print(f"{len(rows)} cases: " + ", ".join(f"{number} {name}" for name, number in counts.most_common()))
     if options.json:
         options.json.write_text(json.dumps({"rows": [row._asdict() for row in rows]}, indent=1))
+    if any(row.verdict.startswith("fails") for row in rows):
+        raise SystemExit(1)
     return int(any(row.verdict != "holds" and (row.verdict.startswith("fails") or _is(row, REQUIRED)) for row in rows))
 
 
