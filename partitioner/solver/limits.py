@@ -122,7 +122,7 @@ class DeviceMemory(Limits):
         """Of what crosses the cuts of a stage, only as much as no larger stage has less of.
 
         kept(first, last) + received behind the first cut + sent before the last
-            >= min over j >= last of kept_before[j] + sent(j), less the max over i <= first of kept_before[i] - received(i)
+            >= least kept_before[j] + sent(j) over j >= last, less the most kept_before[i] - received(i) over i <= first
         """
         begin, end = self._edges
         needed = self._standing(first, last) + self.held[stage] * (end[last] - begin[first])
