@@ -226,6 +226,7 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.held = list(model.parameters()), list(model.buffers()), inputs  # so that no key is used twice
         self.divided: dict[str, int] = {}
         self.tables: set[str] = set()
+        self.whole_inputs: dict[int, int] = {}
 
     # -- memory
 
@@ -297,6 +298,9 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if self.forward:
                     for weight in weights:
                         self._split_weight(weight, by_rows=bool(split))
+                    if not split and others:
+                        largest_input = max(t.numel() * t.element_size() for t in others)
+                        self.whole_inputs[self.layer] = max(self.whole_inputs.get(self.layer, 0), largest_input)
                 return not split, True
         if name == "embedding" and weights and self.forward:
             self.divided.setdefault(self.weights[_key(weights[0])], 0)
@@ -359,6 +363,7 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 forward_peak_divided_bytes=int(peaks[True][k, 1]),
                 backward_peak_bytes=int(peaks[False][k].sum()),
                 backward_peak_divided_bytes=int(peaks[False][k, 1]),
+                whole_input_bytes=self.whole_inputs.get(k, 0),
             )
             for k, name in enumerate(self.names)
         }

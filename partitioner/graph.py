@@ -236,7 +236,7 @@ class CostGraph(Shown):
         self._standing: dict[float, IntervalSum] = {}
         self._edges: dict[tuple[float, Recompute], tuple[Floats, Floats]] = {}
         self._edge_lists: dict[tuple[float, Recompute], tuple[list[float], list[float]]] = {}
-        self._holding: dict[tuple[float, int, int, Recompute], Holding] = {}
+        self._holding: dict[tuple[float, int, int, Recompute, float], Holding] = {}
         self._tensors = [
             (tensor, self.position[tensor.producer], sorted({self.position[name] for name in tensor.consumers}))
             for tensor in profile.tensors
@@ -377,15 +377,18 @@ class CostGraph(Shown):
                     backward[source, target] += num_bytes if tensor.needs_gradient else 0.0
         return tuple(StageTransfer(*pair, forward[pair], backward[pair]) for pair in sorted(forward))
 
-    def holding(self, samples: float, *, tp: int = 1, whole: int = 1, recompute: Recompute = "never") -> Holding:
+    def holding(
+        self, samples: float, *, tp: int = 1, whole: int = 1, recompute: Recompute = "never", products: float = 1.0
+    ) -> Holding:
         """What a micro-batch of `samples` holds of the layers on one of `tp` tensor-parallel ranks. Kept for reuse.
 
         `whole`: over how many ranks what tensor parallelism leaves whole is divided after all (by the sequence).
-        `recompute`: "always" keeps what each layer received, "selective" also the results of products and of attention.
+        `recompute`: "always" keeps what each layer received, "selective" also the results of products and of attention,
+        or a share of them (`products`).
         """
-        key = (samples, tp, whole, recompute)
+        key = (samples, tp, whole, recompute, products)
         if key not in self._holding:
-            self._holding[key] = self._hold(samples, tp, whole, recompute)
+            self._holding[key] = self._hold(samples, tp, whole, recompute, products)
         return self._holding[key]
 
     def held_edges(self, samples: float, recompute: Recompute = "never") -> tuple[Floats, Floats]:
@@ -415,7 +418,7 @@ class CostGraph(Shown):
             self._edge_lists[key] = begin.tolist(), end.tolist()
         return self._edge_lists[key]
 
-    def _hold(self, samples: float, tp: int, whole: int, recompute: Recompute) -> Holding:
+    def _hold(self, samples: float, tp: int, whole: int, recompute: Recompute, products: float) -> Holding:
         tables = {name: _interpolated(self.profile.microbatch_sizes, t, samples) for name, t in self._memory.items()}
 
         def of(name: str) -> Floats:
@@ -425,11 +428,13 @@ class CostGraph(Shown):
 
         saved = of("saved")
         most = np.maximum(of("forward_peak"), of("backward_peak"))
+        if whole > 1:  # an input that is divided by the sequence is gathered for its product, and so is its gradient
+            most = most + 2 * tables["whole_input_bytes"] * (1 - 1 / whole)
         kept = saved
         if recompute != "never":
             at = np.arange(self.num_layers)
             received: Floats = np.asarray(self.at(samples).received(at, at + 1)) / whole
-            kept = received if recompute == "always" else np.minimum(saved, received + of("product"))
+            kept = received if recompute == "always" else np.minimum(saved, received + products * of("product"))
             most = most + received
         before = _before(kept)
         return Holding(before, IntervalMax(before[:-1] + np.maximum(most, kept)))

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from partitioner.graph import CostGraph, IntervalMax, IntervalSum
 from partitioner.plan import MemoryItems
-from partitioner.schedule import in_flight, placement
+from partitioner.schedule import build_schedule, in_flight, placement
 from partitioner.specs import Device, Recompute, ScheduleName, Shard, StateBytes, Training
 
 BUCKET_BYTES = 25 * 2**20
@@ -66,6 +67,8 @@ class Spread:
     shard: Shard = "none"
     """Over `dp` ranks."""
     recompute: Recompute = "never"
+    products: float = 1.0
+    """Share of the results of products that selective recomputation keeps; one half where it keeps every second one."""
     state: StateBytes | None = None
     """None: weights and gradients as the profile has them, the optimizer's state as Training says."""
 
@@ -94,7 +97,7 @@ def interval_memory(
     held = np.asarray(held)
     spread = spread or Spread()
     tp, whole = spread.tp, spread.tp if spread.sequence_parallel else 1
-    holding = graph.holding(samples, tp=tp, whole=whole, recompute=spread.recompute)
+    holding = graph.holding(samples, tp=tp, whole=whole, recompute=spread.recompute, products=spread.products)
     weights = _divided(graph.weight_bytes, graph.divided_bytes, tp, i, j)
     gradients = _divided(graph.trainable_bytes, graph.divided_gradient_bytes, tp, i, j)
     elements = _divided(graph.trainable_elements, graph.divided_elements, tp, i, j)
@@ -152,26 +155,33 @@ def rank_memory(
 ) -> tuple[MemoryItems, ...]:
     """Bytes that each of a pipeline's `num_ranks` ranks holds at its peak, the allocator's slack included.
 
-    The stages of one rank hold what they keep together, each at its own peak, and work one at a time.
+    The stages of one rank hold their micro-batches in flight together, and work one at a time.
     """
     bounds = graph.bounds(cuts)
     p = len(bounds)
-    count = min(num_microbatches, 4 * p)  # no more are ever in flight but under gpipe, where it is all of them
-    held = [
-        num_microbatches if schedule == "gpipe" else in_flight(schedule, stage, p, count, num_ranks=num_ranks)
-        for stage in range(p)
-    ]
     first, last = np.array(bounds).T
-    items = interval_memory(
-        graph,
-        training,
-        first,
-        last,
-        samples=samples,
-        held=np.array(held),
-        replicated=spread.dp > 1,
-        spread=spread,
-    )
+
+    def items_of(held: NDArray[np.float64]) -> dict[str, Any]:
+        return interval_memory(
+            graph,
+            training,
+            first,
+            last,
+            samples=samples,
+            held=held,
+            replicated=spread.dp > 1,
+            spread=spread,
+        )
+
+    # No more than a few micro-batches a stage are ever in flight but under gpipe, where it is all of them.
+    count = num_microbatches if schedule == "gpipe" else min(num_microbatches, 4 * p)
+    if p == num_ranks:
+        held = np.array([in_flight(schedule, stage, p, count) for stage in range(p)], float)
+    else:
+        one = items_of(np.ones(p))
+        sizes = one["activations"] + one["loss"] + one["received"]
+        held = _held_at_peak(schedule, p, count, num_ranks, sizes)
+    items = items_of(held)
     items["buffers"] = items["buffers"] - graph.profile.buffer_bytes * (np.arange(p) >= num_ranks)  # once a rank
     places = np.array(placement(schedule, p, num_ranks))
     groups = (spread.tp > 1) + (num_ranks > 1) + (spread.dp > 1)
@@ -187,6 +197,37 @@ def rank_memory(
 
 
 _AT_A_TIME = ("workspace", "gathered", "buckets")
+
+
+def _held_at_peak(
+    schedule: ScheduleName, num_stages: int, num_microbatches: int, num_ranks: int, sizes: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """By stage, the micro-batches in flight at the moment when its rank holds the most; `sizes` of one, by stage."""
+    held = np.zeros(num_stages)
+    for own, moments in _moments(schedule, num_stages, num_microbatches, num_ranks):
+        held[own] = moments[int(np.argmax(moments @ sizes[own]))]
+    return held
+
+
+@lru_cache(maxsize=256)
+def _moments(
+    schedule: ScheduleName, num_stages: int, num_microbatches: int, num_ranks: int
+) -> tuple[tuple[list[int], NDArray[np.float64]], ...]:
+    """By rank: its stages, and after each of its forwards the micro-batches that they have in flight."""
+    places = placement(schedule, num_stages, num_ranks)
+    found = []
+    for rank, order in enumerate(build_schedule(schedule, num_stages, num_microbatches, num_ranks=num_ranks)):
+        own = [stage for stage, place in enumerate(places) if place == rank]
+        held = dict.fromkeys(own, 0)
+        moments = []
+        for action in order:
+            if action.kind == "F":
+                held[action.stage] += 1
+                moments.append([held[stage] for stage in own])
+            elif action.kind in ("B", "W"):
+                held[action.stage] -= 1
+        found.append((own, np.unique(np.array(moments, float), axis=0)))
+    return tuple(found)
 
 
 def _divided(total: IntervalSum, divided: IntervalSum, tp: int, first: Any, last: Any) -> Any:

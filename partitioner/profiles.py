@@ -33,6 +33,9 @@ class LayerMemory(Frozen):
     backward_peak_bytes: Bytes = 0
     """Likewise during its backward."""
     backward_peak_divided_bytes: Bytes = 0
+    whole_input_bytes: Bytes = 0
+    """The largest whole tensor that a product with a weight divided by columns takes."""
+    whole_input_divided_bytes: Bytes = 0
 
 
 class LayerCost(Frozen):

@@ -120,3 +120,29 @@ def test_the_limit_is_the_device_unless_the_user_sets_a_lower_one():
     assert (
         memory_limit(cluster(1, memory_bytes=500).devices[0], Training(batch_size=1, memory_limit_bytes=4_000)) == 500
     )
+
+
+def test_stages_of_one_rank_are_counted_at_its_peak_not_each_at_its_own():
+    from partitioner.memory import Spread, rank_memory
+    from partitioner.schedule import build_schedule
+
+    profile = chain([1.0] * 6, saved_bytes=[10, 20, 30, 40, 50, 60])
+    training = Training(batch_size=12, optimizer_bytes=0)
+    found = rank_memory(
+        CostGraph(profile),
+        training,
+        DEVICE,
+        cuts=(1, 2, 3, 4, 5),
+        schedule="interleaved",
+        num_ranks=3,
+        num_microbatches=12,
+        samples=1,
+        spread=Spread(),
+    )
+    saved = (10, 20, 30, 40, 50, 60)
+    for rank, order in enumerate(build_schedule("interleaved", 6, 12, num_ranks=3)):
+        now = most = 0
+        for action in order:
+            now += saved[action.stage] * {"F": 1, "B": -1}[action.kind]
+            most = max(most, now)
+        assert found[rank].activations == most

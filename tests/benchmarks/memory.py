@@ -170,6 +170,7 @@ class Counter:
                 dp=layout.dp,
                 shard=layout.shard,
                 recompute={"none": "never", "selective": "selective", "full": "always"}[recompute_of(row)],
+                products=0.5 if run.source == "torchtitan" else 1.0,  # its default keeps every second one
                 state=state_of(run, row),
             ),
         )
