@@ -38,11 +38,6 @@ from partitioner.steps import Layout, Planner, StepBreakdown, balanced
 
 SHARDS: tuple[Shard, ...] = ("none", "zero1", "zero2", "zero3")
 RECOMPUTES: tuple[Recompute, ...] = ("never", "selective", "always")
-_IN_STEPS: dict[Recompute, Literal["none", "selective", "full"]] = {
-    "never": "none",
-    "selective": "selective",
-    "always": "full",
-}
 MOST_MICROBATCHES = 8
 """Sizes of a micro-batch that are tried for a mesh: where there are more divisors, these are spread over them."""
 LEAST_DIVIDED = 0.5
@@ -195,16 +190,15 @@ class Search:
         )
 
     def layout(self, choice: Choice, cuts: tuple[int, ...]) -> Layout:
-        schedule = "zero-bubble" if choice.schedule.startswith("zero-bubble") else choice.schedule
         return Layout(
             tp=choice.tp,
             pp=choice.pp,
             dp=choice.dp,
             microbatch=choice.microbatch,
             num_microbatches=choice.num_microbatches,
-            schedule=schedule,  # type: ignore[arg-type]
+            schedule=choice.schedule,
             stages_per_rank=choice.stages_per_rank,
-            recompute=_IN_STEPS[choice.recompute],
+            recompute=choice.recompute,
             shard=choice.shard,
             sequence_parallel=choice.sequence_parallel and choice.tp > 1,
             cuts=cuts,

@@ -2,11 +2,11 @@
 
     micro-batch on a stage   max(kernels, host) + all-reduces of tensor parallelism + gathers of sharded parameters
     pipeline                 m micro-batches at the slowest stage + fill and drain
-                             1f1b, gpipe: sum - slowest;  interleaved: (sum - slowest) / v;  zero-bubble: + I - W
+                             1f1b, gpipe: sum - slowest;  interleaved: (sum - slowest) / v;  zero-bubble: less 2 or 3 W
     replicas                 all-reduce of gradients, less what hides behind the last backward
     optimizer                bytes of its state at the memory's rate
 
-    layout = Layout(tp=8, pp=4, dp=2, microbatch=1, num_microbatches=64, recompute="full")
+    layout = Layout(tp=8, pp=4, dp=2, microbatch=1, num_microbatches=64, recompute="always")
     step = training_step(work, "H100", layout, precision="bf16-mixed")
     step.step_s, step.compute_s, step.tp_s, step.bubble_s, step.dp_s, step.optimizer_s, step.band
 
@@ -20,16 +20,15 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from partitioner.errors import ArgumentError
 from partitioner.rates import PRECISIONS, Attention, Constants, Network, Precision, Rates
-from partitioner.specs import Cluster, Link, known_device
+from partitioner.specs import SCHEDULES, Cluster, Link, Recompute, ScheduleName, Shard, known_device
 from partitioner.work import LayerWork, ModelWork
 
-Recompute = Literal["none", "selective", "full"]
-Shard = Literal["none", "zero1", "zero2", "zero3"]
-LayoutSchedule = Literal["none", "gpipe", "1f1b", "interleaved", "zero-bubble"]
+LATER = {"zero-bubble": 2, "zero-bubble-h2": 3, "zero-bubble-v": 3}
+"""How many W of a micro-batch fill each place of the bubble (Qi et al. 2023, https://arxiv.org/abs/2401.10241)."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +42,11 @@ class Layout:
     """Samples of a micro-batch."""
     num_microbatches: int = 1
     """Of one replica in one step."""
-    schedule: LayoutSchedule = "1f1b"
+    schedule: ScheduleName = "1f1b"
     stages_per_rank: int = 1
     """More than 1 only with the interleaved schedule."""
-    recompute: Recompute = "none"
-    """full: each layer's forward again in its backward; selective: attention's and elementwise parts only."""
+    recompute: Recompute = "never"
+    """always: each layer's forward again in its backward; selective: attention's and elementwise parts only."""
     recompute_share: float = 1.0
     """Share of the layers that are recomputed."""
     shard: Shard = "none"
@@ -81,6 +80,9 @@ class Layout:
         for name in ("tp", "pp", "dp", "num_microbatches", "stages_per_rank"):
             if getattr(self, name) < 1:
                 raise ArgumentError(f"{name}={getattr(self, name)} is impossible: it is 1 or more")
+        for name, known in (("schedule", SCHEDULES), ("recompute", get_args(Recompute)), ("shard", get_args(Shard))):
+            if getattr(self, name) not in known:
+                raise ArgumentError(f"{name} {getattr(self, name)!r} is not known: use {', '.join(known)}")
         if self.microbatch <= 0:
             raise ArgumentError(f"a micro-batch of {self.microbatch} samples is impossible: give one or more")
         if self.num_stages > num_layers:
@@ -89,7 +91,7 @@ class Layout:
             )
         if self.cuts is not None and len(self.cuts) != self.num_stages - 1:
             raise ArgumentError(f"{len(self.cuts)} cuts make {len(self.cuts) + 1} stages, not {self.num_stages}")
-        if self.stages_per_rank > 1 and self.schedule not in ("interleaved", "zero-bubble"):
+        if self.stages_per_rank > 1 and self.schedule not in ("interleaved", "zero-bubble-v"):
             raise ArgumentError(
                 f"{self.stages_per_rank} stages a rank need schedule='interleaved', not {self.schedule!r}"
             )
@@ -225,9 +227,9 @@ class Planner:
         totals = [sum(stage.total_s for stage in own) for own in ranks]
         slowest = max(range(p), key=totals.__getitem__)
         bubble = (sum(totals) - totals[slowest]) / v
-        if layout.schedule == "zero-bubble":
-            weights = sum(sum(2 * stage.weight_s for stage in own) for own in ranks)
-            bubble = max(0.0, bubble - weights * (p - 1) / p / v)
+        if layout.schedule in LATER:
+            mean_s = sum(stage.weight_s for own in ranks for stage in own) / p
+            bubble = max(0.0, bubble - min(LATER[layout.schedule] * (p - 1), m) * mean_s / v)
         own = ranks[slowest]
 
         def part(name: str) -> float:
@@ -276,7 +278,7 @@ class Planner:
         backward = _longer(own, "backward", backward_reduce)
         again = 0.0
         tp_s = forward_reduce + backward_reduce
-        if layout.recompute == "full":
+        if layout.recompute == "always":
             again = forward
             tp_s += forward_reduce * layout.recompute_share
         elif layout.recompute == "selective":

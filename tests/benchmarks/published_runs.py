@@ -190,13 +190,13 @@ def measured_seconds(row: Row) -> float | None:
 def recompute_of(row: Row, software: Software) -> tuple[str, float]:
     text = row["recompute"] or software.default_recompute
     if text.startswith("none"):
-        return "none", 1.0
+        return "never", 1.0
     if text == "selective per-op" or (text == "selective" and "FSDP" in row["sharding"]):
         # every second matmul again (torchtitan), or every second or third block (fms): no row states which
-        return "full", 0.5 if "torchtitan" in row["framework"].lower() or "FSDP2" in row["sharding"] else 1 / 3
+        return "always", 0.5 if "torchtitan" in row["framework"].lower() or "FSDP2" in row["sharding"] else 1 / 3
     if text.startswith("selective"):
         return "selective", 1.0
-    return "full", 1.0
+    return "always", 1.0
 
 
 def shard_of(row: Row) -> str:
@@ -211,7 +211,7 @@ def shard_of(row: Row) -> str:
 def schedule_of(row: Row) -> str:
     text = row["schedule"].lower()
     if text.startswith("zb"):
-        return "zero-bubble"
+        return "zero-bubble-h2" if "2p" in text else "zero-bubble"
     if "interleaved" in text or text == "1f1b-i" or (number(row, "vpp") or 1) > 1:
         return "interleaved"
     return "gpipe" if text.startswith(("gpipe", "pipeline")) else "1f1b"
