@@ -1,7 +1,8 @@
 """Cut a batch into micro-batches along its batch dimension, and put their outputs together again.
 
-A tensor is cut when its size along the batch dimension is the batch size, which is that of the first tensor. All others
-(position tables, scalars) and everything that is no tensor go whole to each micro-batch.
+A tensor is cut when its size along the batch dimension is the batch size, which is that of the first tensor. So is a
+list with an item for each sample, such as the boxes of each image. All others (position tables, scalars) and everything
+that is no tensor go whole to each micro-batch.
 """
 
 from __future__ import annotations
@@ -102,6 +103,8 @@ class Cutter:
     def _parts(self, key: str | int, value: Any, size: int, spans: list[tuple[int, int]]) -> list[Any]:
         """One argument for each micro-batch; the very same object where nothing in it is cut."""
         dim = self.special.get(key, self.batch_dim)
+        if dim is not None and _is_list_of_samples(value, dim, size):
+            return [value[start : start + length] for start, length in spans]
         if dim is None or not any(_is_cut(tensor, dim, size) for tensor in tensors_in(value)):
             return [value] * len(spans)
         _refuse_packed(value)
@@ -114,6 +117,15 @@ class Cutter:
 
 def _is_cut(tensor: torch.Tensor, dim: int, size: int) -> bool:
     return tensor.dim() > dim and tensor.shape[dim] == size
+
+
+def _is_list_of_samples(value: Any, dim: int, size: int) -> bool:
+    """A list with as many items as samples, of dicts or of tensors that are not themselves batches."""
+    if not isinstance(value, (list, tuple)) or len(value) != size or hasattr(value, "_fields"):
+        return False
+    if all(isinstance(item, Mapping) for item in value):
+        return True
+    return all(isinstance(item, torch.Tensor) for item in value) and not all(_is_cut(t, dim, size) for t in value)
 
 
 def _refuse_packed(value: Any) -> None:

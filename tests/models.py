@@ -25,6 +25,7 @@ class Case:
     target: Any = None
     loss_fn: Callable[..., torch.Tensor] | None = None
     trains_batch_norm: bool = False
+    batch_dim: int = 0
 
     @property
     def inputs(self) -> Any:

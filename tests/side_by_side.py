@@ -58,7 +58,7 @@ def run_cut(
         model.zero_grad()
     seed_all(seed)
     parts = [Slice(model, captured, stage_of, stage) for stage, model in enumerate(models)]
-    runs, backward = chain(parts, case.args, case.kwargs or {}, before_each=lambda: _seed_python(seed))
+    runs, backward = chain(parts, case.args, case.kwargs or {}, before_each=lambda: seed_python(seed))
     loss = Loss(models[-1], case.loss_fn, None).of(runs[-1].output, case.target)
     backward(loss)
     gradients: dict[str, torch.Tensor | None] = {}
@@ -72,7 +72,7 @@ def run_cut(
     return Result(loss.detach(), gradients, models, runs)
 
 
-def _seed_python(seed: int) -> None:
+def seed_python(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
 

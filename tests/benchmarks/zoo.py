@@ -1,0 +1,493 @@
+"""Every model of the zoo partitioned, run in stages and compared with one device: the same, refused, or different.
+
+    python tests/benchmarks/zoo.py --family all --json zoo.json                   stages one after another, one process
+    python tests/benchmarks/zoo.py --family hf --names mixtral t5 --ranks 2       real ranks over gloo
+
+`same`: the loss, every gradient, every buffer and the weights after each of two optimizer steps are within 1e-5 of
+max(max|reference|, 1e-4 x the model's largest), over the same micro-batches; and the loss and gradients at further cuts
+(`--more-cuts`) and at three and four stages. `refused`: an error that says why, or a plan without a cut.
+
+Each model runs in a process of its own with a time limit. In one process every stage has its own copy of the model, in
+which parameters of other stages are NaN, and payloads are copied as over a wire; random numbers go on from stage to
+stage as in the whole forward, so that dropout stays on. On real ranks models that draw random numbers run in eval mode.
+A new model is a small function in tests/hf_models or tests/odd_models.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(TESTS))
+
+PRELOADED = ["torch", "torch._dynamo", "scipy.optimize", "transformers.modeling_utils", "partitioner.executor.stage"]
+"""Imported once, by the process that all models' processes are forked from."""
+TOLERANCE = 1e-5
+TINY = 1e-30
+
+
+def family(name: str) -> dict[str, Callable[[], Any]]:
+    if name == "hf":
+        from hf_models import HF
+
+        return dict(HF)
+    from odd_models import ODD
+
+    return dict(ODD)
+
+
+# -- one model
+
+
+def row(name: str, of: str, ranks: int, stages: int, microbatches: int, more_cuts: int) -> dict[str, Any]:
+    """Partition, run and compare one model; what it was compared with is one device."""
+    import torch
+
+    import partitioner as pt
+    from partitioner.errors import PartitionerError
+    from partitioner.tracing import unwrap
+
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {"model": name, "family": of, "cuts": None}
+    build, microbatches = widened(family(of)[name], of, microbatches)
+    case = build()
+    try:
+        common: dict[str, Any] = {"loss_fn": case.loss_fn, "example_target": case.target}
+        sizes = None if of == "hf" else [4]
+        profile = pt.profile(
+            case.model,
+            case.inputs,
+            **common,
+            batch_dim=case.batch_dim,
+            microbatch_sizes=sizes,
+            max_share=1 / 16,
+            num_threads=1,
+            whole_step=False,
+        )
+        plan = pt.partition(
+            case.model,
+            case.inputs,
+            gpus=stages,
+            mesh={"pp": stages, "dp": 1},
+            microbatches=microbatches,
+            schedule="gpipe",
+            profile=profile,
+            batch_dim=case.batch_dim,
+            **common,
+        )
+    except PartitionerError as error:
+        return found | {"verdict": f"refused: {error}", "cuts": num_cuts(case, microbatches), "trace": traceback.format_exc()}
+    cuts = [layer.id for layer in profile.layers[1:] if layer.id not in profile.no_cut]
+    found |= {"layers": len(profile.layers), "cuts": len(cuts), "cut": [s.layers[0] for s in plan.stages[1:]]}
+    given_up = [note for note in plan.why if note.startswith("not cut before")]
+    if given_up:
+        found["given_up"] = given_up
+    if ranks:
+        return found | on_ranks(case, plan)
+    case.model = unwrap(case.model)
+    try:
+        found |= in_turn(build, case, plan)
+        if found["verdict"] == "same" and more_cuts:
+            found |= elsewhere(build, plan, cuts, more_cuts)
+    except PartitionerError as error:
+        found |= {"verdict": f"refused: {error}", "trace": traceback.format_exc()}
+    return found
+
+
+def widened(build: Callable[[], Any], of: str, microbatches: int) -> tuple[Callable[[], Any], int]:
+    """Odd models with as many batches of four as there are micro-batches, since many of them take four only."""
+    import torch
+
+    from partitioner.structures import map_tensors, tensors_in
+
+    if of == "hf" or any(t.dim() == 0 or t.shape[0] != 4 for t in tensors_in(build().args)):
+        return build, (microbatches if of == "hf" else 1)
+
+    def others(tensor: torch.Tensor) -> torch.Tensor:
+        more = [tensor.flip(0) * (0.5 + k) for k in range(microbatches - 1)]
+        whole = torch.cat([tensor, *(part.to(tensor.dtype) if tensor.is_floating_point() else tensor for part in more)])
+        return whole
+
+    def built() -> Any:
+        case = build()
+        case.args = map_tensors(case.args, lambda tensor: others(tensor.detach()))
+        return case
+
+    return built, microbatches
+
+
+def first_part(case: Any, microbatches: int) -> Any:
+    """The case with its first micro-batch only."""
+    from partitioner.microbatches import Cutter
+
+    part = Cutter(case.batch_dim).cut(case.args, case.kwargs or {}, case.target, microbatches)[0]
+    return dataclasses.replace(case, args=part.args, kwargs=part.kwargs, target=part.target)
+
+
+def num_cuts(case: Any, microbatches: int) -> int | None:
+    from partitioner.capture import capture
+    from partitioner.errors import PartitionerError
+
+    part = first_part(case, microbatches)
+    try:
+        captured = capture(case.model, part.args, part.kwargs, max_share=0.0)
+    except PartitionerError:
+        return None
+    return sum(layer.id not in captured.no_cut for layer in captured.layers[1:])
+
+
+class Side:
+    """Models trained side by side on the same micro-batches: one, or one for each stage."""
+
+    def __init__(self, case: Any, plan: Any, models: Sequence[Any], stages: Sequence[Any] = ()) -> None:
+        from partitioner.losses import Loss
+        from partitioner.microbatches import Cutter
+
+        self.case, self.plan, self.models, self.stages = case, plan, models, stages
+        self.loss = Loss(models[-1], case.loss_fn, None)
+        self.cutter = Cutter(plan.training.batch_dim)
+        self.cut_bytes = 0
+
+    def step(self, args: Any, kwargs: Any, target: Any, seed: int) -> float:
+        """One training step without the optimizer: gradients on the models, and the loss."""
+        import torch
+        from side_by_side import seed_all
+
+        for model in self.models:
+            model.zero_grad()
+        parts = self.cutter.cut(args, kwargs, target, self.plan.num_microbatches)
+        given = [part.kwargs if not part.args else part.args for part in parts]
+        weights = self.loss.weights(parts, given)
+        total = 1.0 if self.loss.is_sum(parts[0].kwargs) else sum(weights)
+        value = 0.0
+        for k, (part, weight) in enumerate(zip(parts, weights, strict=True)):
+            seed_all(1000 * seed + k)
+            with torch.enable_grad():
+                if self.stages:
+                    output, backward = self._stage_by_stage(part, 1000 * seed + k)
+                else:
+                    output, backward = self.models[0](*part.args, **part.kwargs), torch.Tensor.backward
+                loss = self.loss.of(output, part.target) * (weight / total)
+            if loss.requires_grad:
+                backward(loss)
+            value += float(loss.detach())
+        return value
+
+    def _stage_by_stage(self, part: Any, seed: int) -> tuple[Any, Callable[[Any], None]]:
+        from side_by_side import seed_python
+
+        from partitioner.slicing import chain
+
+        runs, backward = chain(self.stages, part.args, part.kwargs, before_each=lambda: seed_python(seed))
+        sent = [t for run in runs for payload in run.sends.values() for t in payload.tensors]
+        self.cut_bytes = sum(t.numel() * t.element_size() for t in sent)
+        return runs[-1].output, backward
+
+
+def in_turn(build: Callable[[], Any], case: Any, plan: Any, steps: int = 2) -> dict[str, Any]:
+    """The plan's stages one after another against one model: two steps, the second from the weights of the first."""
+    import torch
+
+    from partitioner.executor.placement import Placement
+    from partitioner.slicing import Slice
+    from partitioner.tracing import unwrap
+
+    device = torch.device("cpu")
+    whole = Side(case, plan, [unwrap(build().model)])
+    placements = [Placement(plan, stage, build().model, device, None) for stage in range(plan.num_stages)]
+    slices = [Slice(p.model, plan.profile, plan.stage_of(), p.stage) for p in placements]
+    cut = Side(case, plan, [p.model for p in placements], slices)
+    worst = dict.fromkeys(("loss_error", "grad_error", "buffer_error", "weight_error"), 0.0)
+    where = ""
+    for step in range(steps):
+        fresh = [build() for _ in range(2)]
+        a = whole.step(fresh[0].args, fresh[0].kwargs or {}, fresh[0].target, step)
+        b = cut.step(fresh[1].args, fresh[1].kwargs or {}, fresh[1].target, step)
+        sum_shared(placements)
+        errors = {"loss_error": (abs(a - b) / max(abs(a), TINY), "the loss")}
+        reference = dict(whole.models[0].named_parameters())
+        errors["grad_error"] = apart(gradients([whole.models[0]], [reference]), gradients(cut.models, [p.own for p in placements]))
+        errors["buffer_error"] = apart(dict(whole.models[0].named_buffers()), spoken_for(placements))
+        descend(reference.values())
+        for placement in placements:
+            descend(placement.own.values())
+        held = {name: p for placement in placements for name, p in placement.own.items()}
+        errors["weight_error"] = apart(reference, held)
+        for kind, (error, name) in errors.items():
+            if not error <= worst[kind]:
+                worst[kind] = error
+                where = where if max(worst.values()) > error else f"{kind} of {name} in step {step}"
+    same = all(error <= TOLERANCE for error in worst.values())
+    found: dict[str, Any] = {**worst, "worst": where, "cut_bytes": cut.cut_bytes}
+    return found | {"verdict": "same" if same else "different"} | overhead(whole, cut)
+
+
+def sum_shared(placements: Sequence[Any]) -> None:
+    """What stages that share a parameter do over the wire: all get the sum of their gradients."""
+    for name in placements[0].model.state_dict(keep_vars=True):
+        owners = [p.own[name] for p in placements if name in p.own]
+        parts = [parameter.grad for parameter in owners if parameter.grad is not None]
+        if len(owners) > 1 and parts:
+            total = parts[0]
+            for part in parts[1:]:
+                total = total + part
+            for parameter in owners:
+                parameter.grad = total.clone()
+
+
+def gradients(models: Sequence[Any], held: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {name: p.grad for own in held for name, p in own.items() if p.grad is not None}
+
+
+def spoken_for(placements: Sequence[Any]) -> dict[str, Any]:
+    """Every buffer as the stage has it that writes it into checkpoints."""
+    return {
+        name: buffer
+        for placement in placements
+        for name, buffer in placement.model.named_buffers()
+        if placement.stage_of_key(name) == placement.stage
+    }
+
+
+def descend(parameters: Any) -> None:
+    import torch
+
+    with torch.no_grad():
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad, alpha=0.05)
+
+
+def apart(expected: dict[str, Any], found: dict[str, Any]) -> tuple[float, str]:
+    """The worst difference and whose; NaN in the same places is no difference."""
+    import torch
+
+    def dense(tensor: Any) -> Any:
+        tensor = tensor.detach()
+        tensor = tensor.to_dense() if tensor.layout != torch.strided else tensor
+        tensor = tensor.dequantize() if tensor.is_quantized else tensor
+        return tensor if tensor.is_complex() else tensor.double()
+
+    expected = {name: dense(tensor) for name, tensor in expected.items()}
+    found = {name: dense(tensor) for name, tensor in found.items()}
+    sizes = {name: float(t.nan_to_num().abs().max()) if t.numel() else 0.0 for name, t in expected.items()}
+    largest = max(sizes.values(), default=0.0)
+    worst, whose = 0.0, ""
+    for name in {**expected, **found}:
+        a, b = expected.get(name), found.get(name)
+        if a is None or b is None:
+            error = float("inf") if bool((a if a is not None else b).any()) else 0.0
+        elif a.shape != b.shape or not torch.equal(a.isnan(), b.isnan()):
+            error = float("inf")
+        else:
+            gap = (a.nan_to_num() - b.nan_to_num()).abs()
+            error = float(gap.max()) / (max(sizes[name], 1e-4 * largest) or 1.0) if gap.numel() else 0.0
+        if not error <= worst:
+            worst, whose = error, name
+    return worst, whose
+
+
+def overhead(whole: Side, cut: Side, rounds: int = 5) -> dict[str, Any]:
+    """Seconds of the plain forward of a micro-batch and of all stages' forwards beside it; the medians' ratio - 1."""
+    import torch
+    from side_by_side import seed_python
+
+    from partitioner.slicing import chain
+
+    case = cut.case
+    part = cut.cutter.cut(case.args, case.kwargs or {}, case.target, cut.plan.num_microbatches)[0]
+    plain_s, sliced_s = [], []
+    for k in range(rounds):
+        for stages, times in ((False, plain_s), (True, sliced_s)):
+            torch.manual_seed(k)
+            seed_python(k)
+            start = time.perf_counter()
+            if stages:
+                chain(cut.stages, part.args, part.kwargs)
+            else:
+                whole.models[0](*part.args, **part.kwargs)
+            times.append(time.perf_counter() - start)
+    plain, sliced = statistics.median(plain_s), statistics.median(sliced_s)
+    return {"plain_s": plain, "overhead": sliced / plain - 1}
+
+
+def elsewhere(build: Callable[[], Any], plan: Any, cuts: list[str], count: int) -> dict[str, Any]:
+    """Loss and gradients at other cuts, `count` of them spread over the model, and at three and four stages."""
+    from side_by_side import difference, even_cuts, run_cut, run_whole, split, stage_models
+
+    from partitioner.errors import PartitionerError
+    from partitioner.tracing import unwrap
+
+    def fresh() -> Any:
+        case = first_part(build(), plan.num_microbatches)
+        case.model = unwrap(case.model)
+        return case
+
+    step = max(1, len(cuts) // count)
+    chosen = [[cut] for cut in cuts[step // 2 :: step]]
+    chosen += [even_cuts(plan.profile, stages) for stages in (3, 4) if len(cuts) >= stages]
+    found: dict[str, Any] = {"more_cuts": len(chosen)}
+    reference = fresh()
+    whole = run_whole(reference, model=reference.model)
+    for these in chosen:
+        try:
+            case = fresh()
+            stage_of = split(plan.profile, these)
+            models = stage_models(case.model, plan.profile, stage_of)
+            error, where = difference(whole, run_cut(fresh(), plan.profile, stage_of, models=models))
+        except PartitionerError as refusal:
+            return found | {"verdict": f"refused: cut before {', '.join(these)}: {refusal}"}
+        if not error <= TOLERANCE:
+            return found | {"verdict": "different", "grad_error": error, "worst": f"{where}, cut before {', '.join(these)}"}
+    return found
+
+
+# -- real ranks
+
+
+def on_ranks(case: Any, plan: Any) -> dict[str, Any]:
+    """Two steps on ranks that find each other over gloo, against one device."""
+    import torch
+    from rank_pool import RankPool
+
+    import partitioner.verification as verification
+    from partitioner.errors import PartitionerError
+    from partitioner.losses import Loss
+    from partitioner.microbatches import Cutter, MicroBatch, as_call
+    from partitioner.tracing import unwrap
+
+    case.model = unwrap(case.model)
+    args, kwargs = as_call(case.inputs)
+    cutter = Cutter(plan.training.batch_dim)
+    loss = Loss(case.model, case.loss_fn, None)
+    found: dict[str, Any] = {}
+    with verification.as_it_was(case.model):
+        batch = MicroBatch(args, kwargs, case.target, plan.training.batch_size)
+        if verification._is_random(case.model, batch, loss):
+            case.model.eval()
+            found["eval"] = True
+    with verification.as_it_was(case.model), contextlib.closing(RankPool(plan.num_ranks)) as pool:
+        try:
+            ranks = pool.run(
+                plan.num_ranks, verification.on_rank, plan, case.model, args, kwargs, case.target, case.loss_fn, None, 2, 0.01, 0
+            )
+        except Exception as error:
+            first = next(iter(getattr(error, "errors", {0: error}).values()))
+            kind = "refused" if isinstance(first, PartitionerError) else "failed"
+            return found | {"verdict": f"{kind}: {type(first).__name__}: {first}"}
+        single = verification.on_one_device(plan, case.model, args, kwargs, case.target, loss, cutter, 2, 0.01)
+    result = verification.compared(plan, ranks, single, 2, ())
+    torch.set_num_threads(1)
+    return found | {
+        "verdict": "same" if result.passed else "different",
+        "loss_error": result.loss_error,
+        "grad_error": result.gradient_error,
+        "weight_error": result.weight_error,
+        "worst": result.worst_gradient,
+    }
+
+
+# -- all models, each in its process
+
+
+def _child(connection: Any, path: list[str], name: str, of: str, options: dict[str, Any]) -> None:
+    sys.path[:] = path
+    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
+    with contextlib.suppress(Exception), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            answer = row(name, of, **options)
+        except BaseException as error:
+            answer = {"model": name, "family": of, "cuts": None, "verdict": f"failed: {type(error).__name__}: {error}"}
+            answer["trace"] = traceback.format_exc()
+        connection.send(answer)
+    connection.close()
+    os._exit(0)
+
+
+def run(name: str, of: str, context: Any, limit_s: float, options: dict[str, Any]) -> dict[str, Any]:
+    """The model's row, from a process of its own: also where that crashes or does not end."""
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_child, args=(theirs, list(sys.path), name, of, options))
+    start = time.monotonic()
+    process.start()
+    theirs.close()
+    answer: dict[str, Any] = {"model": name, "family": of, "cuts": None}
+    try:
+        if ours.poll(limit_s):
+            answer = ours.recv()
+        else:
+            answer["verdict"] = f"failed: no answer within {limit_s:g} s"
+    except EOFError:
+        process.join(5)
+        answer["verdict"] = f"failed: the process died (exit code {process.exitcode})"
+    finally:
+        process.kill()
+        process.join(10)
+    return answer | {"seconds": round(time.monotonic() - start, 1)}
+
+
+def shown(found: dict[str, Any]) -> str:
+    numbers = "".join(f"{found[key]:9.1e}" if found.get(key) is not None else "        -" for key in ("loss_error", "grad_error"))
+    size = f"{found['cut_bytes']:9}" if "cut_bytes" in found else "        -"
+    extra = f"{found['overhead']:+8.0%}" if "overhead" in found else "       -"
+    more = f"  [{found['worst']}]" if found["verdict"] == "different" else ""
+    more += f"  {len(found['given_up'])} cuts given up" if "given_up" in found else ""
+    cuts = "-" if found["cuts"] is None else found["cuts"]
+    return f"{found['model']:38} {cuts:>4} {size} {numbers} {extra} {found['seconds']:6.1f}  {found['verdict'][:150]}{more}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", choices=["hf", "odd", "all"], default="all")
+    parser.add_argument("--names", nargs="*")
+    parser.add_argument("--ranks", type=int, default=0, help="real ranks; 0: stages one after another in one process")
+    parser.add_argument("--stages", type=int, default=2)
+    parser.add_argument("--microbatches", type=int, default=4)
+    parser.add_argument("--more-cuts", type=int, default=6)
+    parser.add_argument("--limit-s", type=float, default=120.0)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    options = {
+        "ranks": given.ranks,
+        "stages": given.ranks or given.stages,
+        "microbatches": given.microbatches,
+        "more_cuts": given.more_cuts,
+    }
+    os.environ.update(OMP_NUM_THREADS="1", PYTHONHASHSEED="0", HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    rows: list[dict[str, Any]] = []
+    print(f"{'model':38} cuts cut bytes      loss gradient overhead seconds  verdict")
+    for of in ("hf", "odd") if given.family == "all" else (given.family,):
+        for name in family(of):
+            if given.names and name not in given.names:
+                continue
+            rows.append(run(name, of, context, given.limit_s, options))
+            print(shown(rows[-1]), flush=True)
+            if given.json:
+                given.json.write_text(json.dumps({"rows": rows}, indent=1))
+    kinds = Counter((found["family"], found["verdict"].partition(":")[0]) for found in rows)
+    for of in sorted({found["family"] for found in rows}):
+        total = sum(found["family"] == of for found in rows)
+        counts = ", ".join(f"{count} {kind}" for (one, kind), count in sorted(kinds.items()) if one == of)
+        print(f"{of}: {total} models: {counts}; {kinds[of, 'same'] / total:.1%} the same")
+    sys.exit(any(found["verdict"].startswith(("different", "failed")) for found in rows))
+
+
+if __name__ == "__main__":
+    main()
