@@ -10,12 +10,13 @@ one.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import random
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +26,15 @@ from torch import nn
 
 from partitioner.errors import UnsupportedModelError
 from partitioner.profiles import Buffer, Parameter
-from partitioner.recording import Info, Node, Recording, record, storage_of, tensor_nbytes
+from partitioner.recording import Info, Node, Recording, record, storage_of, tensor_nbytes, warm_up
 from partitioner.restore import untouched
-from partitioner.structures import map_tensors
+from partitioner.structures import map_tensors, tensors_in
 from partitioner.tracing import unwrap
 
-MAX_ATTEMPTS = 8
+FATES = (None, 1 - 2**-24, 0.0)
+"""What single random numbers come out as in one attempt after another: a layer is left out by drawing low or high."""
+
+MAX_ATTEMPTS = 10
 """Forwards to record until one is found in which no layer was left out at random."""
 
 FLOPS_PER_BYTE = 10.0
@@ -74,6 +78,8 @@ class Capture:
     tensors: tuple[CapturedTensor, ...]
     parameters: tuple[Parameter, ...]
     no_cut: dict[str, str]
+    opened: tuple[str, ...]
+    """Modules that call layers which are not below them."""
     joinable: tuple[str, ...]
     """Modules around layers that may run whole where no cut goes through; see `profiles.Profile.joinable`."""
     glue: dict[str, int]
@@ -152,10 +158,13 @@ def _recordings(
     """
     best: tuple[Recording, Recording] | None = None
     deciding: set[nn.Module] = set()
-    for attempt in range(MAX_ATTEMPTS):
+    if not any(tensor.is_meta for tensor in (*model.parameters(), *tensors_in((args, kwargs)))):
         with untouched(model):
+            warm_up(model, *map_tensors((args, kwargs), copied))
+    for attempt in range(MAX_ATTEMPTS):
+        with untouched(model), fate(FATES[attempt % len(FATES)]):
             _skip_random_numbers(0 if best is None else len(best[1].order))
-            for module in deciding if attempt >= MAX_ATTEMPTS // 2 else ():
+            for module in deciding if attempt == MAX_ATTEMPTS - 1 else ():
                 module.training = False
             first = steady = record(model, *map_tensors((args, kwargs), copied))
             if first.attributes:
@@ -190,6 +199,36 @@ def _skip_random_numbers(count: int) -> None:
     for _ in range(count):
         random.random()
         np.random.rand()
+
+
+@contextlib.contextmanager
+def fate(value: float | None) -> Iterator[None]:
+    """Inside: a single number drawn from [0, 1) by torch.rand, `random` or NumPy is this one, unless None."""
+    if value is None:
+        yield
+        return
+
+    def fated(draw: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            drawn = draw(*args, **kwargs)
+            if isinstance(drawn, float):
+                return value
+            if type(drawn) is torch.Tensor and drawn.numel() == 1:  # no stand-in for what is logged
+                with torch._C.DisableTorchFunction():
+                    drawn.detach().fill_(value)
+            return drawn
+
+        return call
+
+    places: list[tuple[Any, str]] = [(torch, "rand"), (random, "random"), (np.random, "rand"), (np.random, "random")]
+    kept = [(owner, name, getattr(owner, name)) for owner, name in places]
+    for owner, name, draw in kept:
+        setattr(owner, name, fated(draw))
+    try:
+        yield
+    finally:
+        for owner, name, draw in kept:
+            setattr(owner, name, draw)
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -308,6 +347,7 @@ class _Chooser:
             tensors=tensors,
             parameters=parameters,
             no_cut={ids[k]: reason for k, reason in sorted(no_cut.items()) if 0 < k < len(ids)},
+            opened=self.opened(),
             joinable=self.joinable(keep_open),
             glue={
                 moment: count for moment, (count, node) in recording.moments.items() if self.layer_around(node) is None
@@ -388,8 +428,18 @@ class _Chooser:
                 current = self.nodes[current].parent
         return found
 
+    def around(self) -> set[str]:
+        return {self.nodes[one].path for number in self.chosen for one in self.ancestors(number)}
+
+    def opened(self) -> tuple[str, ...]:
+        above = {""}
+        for number in self.chosen:
+            path = self.nodes[number].path
+            above |= {path[:k] for k, letter in enumerate(path) if letter == "."}
+        return tuple(sorted(self.around() - above))
+
     def joinable(self, keep_open: set[str]) -> tuple[str, ...]:
-        around = {self.nodes[one].path for number in self.chosen for one in self.ancestors(number)}
+        around = self.around()
         calls = Counter(node.path for node in self.nodes)
         return tuple(sorted(path for path in around - keep_open if path and calls[path] == 1))
 

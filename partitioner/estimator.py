@@ -101,6 +101,7 @@ def estimate(
         parameters=captured.parameters,
         microbatch_sizes=sizes,
         no_cut=captured.no_cut,
+        opened=captured.opened,
         joinable=captured.joinable,
         glue=captured.glue,
         dynamic=captured.dynamic,

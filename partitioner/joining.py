@@ -51,7 +51,7 @@ def joined(profile: Profile | Capture, stage_of: Mapping[str, int]) -> tuple[dic
 def with_uncalled(profile: Profile | Capture, stage_of: Mapping[str, int]) -> dict[str, int]:
     """The split, and where modules with parameters belong that were not called when the model was captured."""
     known = {name.partition("#")[0] for name in stage_of}
-    around = {path[:k] for path in known for k, letter in enumerate(path) if letter == "."} | {""}
+    around = {path[:k] for path in known for k, letter in enumerate(path) if letter == "."} | {"", *profile.opened}
     found = dict(stage_of)
     for parameter in profile.parameters:
         path = parameter.names[0].rpartition(".")[0]
@@ -62,9 +62,9 @@ def with_uncalled(profile: Profile | Capture, stage_of: Mapping[str, int]) -> di
 
 
 def single(profile: Profile | Capture, stage_of: Mapping[str, int]) -> tuple[dict[str, int], set[str]]:
-    """Layers as they are, and every module that has to be watched: theirs and all around them."""
+    """Layers as they are, and every module that has to be watched: theirs, all around them, and all that call them."""
     tracked = {""}
-    for name in stage_of:
+    for name in (*stage_of, *profile.opened):
         if name != ROOT:
             parts = name.split("#")[0].split(".")
             tracked |= {".".join(parts[:k]) for k in range(1, len(parts) + 1)}

@@ -20,6 +20,7 @@ from torch import nn
 
 from partitioner.errors import UnsupportedModelError
 from partitioner.structures import PLAIN, Opened, is_python_object, is_same, opened, opened_object, opened_record
+from partitioner.tracing import call_elsewhere
 
 
 class Entry(NamedTuple):
@@ -269,7 +270,10 @@ class Absent:
             raise AttributeError(name)
         return self._refuse()
 
-    __getitem__ = __setitem__ = __iter__ = __len__ = __call__ = __bool__ = __contains__ = _refuse
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return call_elsewhere(self._refuse, args, kwargs) if vars(self)["kind"] == "function" else self._refuse()
+
+    __getitem__ = __setitem__ = __iter__ = __len__ = __bool__ = __contains__ = _refuse
 
 
 def is_sendable(tensor: torch.Tensor) -> bool:

@@ -18,12 +18,13 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from partitioner.capture import Capture, CapturedLayer, CapturedTensor, capture, copied
+from partitioner.capture import FATES, Capture, CapturedLayer, CapturedTensor, capture, copied, fate
 from partitioner.errors import ArgumentError, SetupError, UnsupportedModelError
 from partitioner.joining import base_name
 from partitioner.layer_trace import name_layers
@@ -32,10 +33,10 @@ from partitioner.microbatches import Cutter, MicroBatch, as_call
 from partitioner.parts import Payload
 from partitioner.profiles import Layer, LayerCost, Profile, Tensor
 from partitioner.progress import Progress, shown
-from partitioner.restore import ModelState, untouched
+from partitioner.restore import ModelState, random_states, set_random_states, untouched
 from partitioner.slicing import Slice, SliceRun
 from partitioner.structures import map_tensors, tensors_in
-from partitioner.surveying import alone, survey
+from partitioner.surveying import alone, inseparable, survey
 from partitioner.tracing import unwrap
 from partitioner.walking import Meter
 
@@ -125,6 +126,7 @@ def profile(
         parameters=last.parameters,
         microbatch_sizes=sizes,
         no_cut=last.no_cut,
+        opened=last.opened,
         joinable=last.joinable,
         glue=last.glue,
         dynamic=last.dynamic,
@@ -205,11 +207,19 @@ def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to("meta")
 
 
+class _Chance(NamedTuple):
+    """What decides whether a forward leaves layers out: Python's and NumPy's random states, and `capture.fate`."""
+
+    states: tuple[Any, ...]
+    fate: float | None
+
+
 @dataclass
 class _Probe:
-    """One layer to be measured at one size, for itself and for all layers of its key."""
+    """Layers that no cut may part, mostly one, to be measured at one size, for themselves and for all of their key."""
 
-    layer: CapturedLayer
+    layers: tuple[CapturedLayer, ...]
+    key: str
     count: int
     samples: int
     part: MicroBatch
@@ -217,6 +227,8 @@ class _Probe:
     stage_of: dict[str, int]
     captured: Capture
     loss: Loss | None
+    chance: _Chance
+    """Of the forward in which `received` was found."""
     state: ModelState | None
     """What the model is to be before each run; None where runs do not change it."""
     forward_s: list[float] = field(default_factory=list)
@@ -246,56 +258,66 @@ def _interval(times: list[float]) -> float:
 def _probes(
     model: nn.Module, captured: Capture, part: MicroBatch, device: torch.device, loss: Loss, on_meta: bool
 ) -> list[_Probe]:
-    """One probe for each structural key; the last layer has its own, since the loss comes after it."""
-    layers = captured.layers
-    keys = [layer.key if k + 1 < len(layers) else f"{layer.key} and loss" for k, layer in enumerate(layers)]
+    """One probe for each structural key; the last layers have their own, since the loss comes after them."""
+    groups = inseparable(captured)
+    keys = _keys(groups)
     counts = Counter(keys)
-    first = {key: layers[k] for k, key in reversed(list(enumerate(keys)))}
+    first = {key: groups[k] for k, key in reversed(list(enumerate(keys)))}
     args, kwargs = (part.args, part.kwargs) if not on_meta else map_tensors((part.args, part.kwargs), _to_meta)
-    payloads, state = _surveyed(model, captured, [layer.id for layer in first.values()], args, kwargs)
+    payloads, chances, state = _surveyed(model, captured, [group[0].id for group in first.values()], args, kwargs)
     here = map_tensors(part, lambda tensor: _real(tensor, device))
     found = []
-    for key, layer in first.items():
-        payload = payloads[layer.id]
+    for key, group in first.items():
+        payload = payloads[group[0].id]
         tensors = [_real(tensor, device) for tensor in payload.tensors]
-        received = {} if layer is layers[0] else {0: Payload(payload.header, tensors)}
-        last = layer is layers[-1]
+        received = {} if group is groups[0] else {0: Payload(payload.header, tensors)}
+        last = group is groups[-1]
         found.append(
             _Probe(
-                layer=layer,
+                layers=group,
+                key=key,
                 count=counts[key],
                 samples=part.samples,
                 part=here,
                 received=received,
-                stage_of=alone(captured, layer.id),
+                stage_of=alone(captured, group[0].id, group[-1].id),
                 captured=captured,
                 loss=loss if last else None,
+                chance=chances[group[0].id],
                 state=state,
             )
         )
     return found
 
 
+def _keys(groups: Sequence[tuple[CapturedLayer, ...]]) -> list[str]:
+    keys = [" ".join(layer.key for layer in group) for group in groups]
+    return [*keys[:-1], f"{keys[-1]} and loss"]
+
+
 def _surveyed(
     model: nn.Module, captured: Capture, layers: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[dict[str, Payload], ModelState | None]:
-    """What each of `layers` receives, and the state of the model before: None where forwards do not change it.
+) -> tuple[dict[str, Payload], dict[str, _Chance], ModelState | None]:
+    """What each of `layers` receives, and how; the state of the model before, None where forwards do not change it.
 
     Where a first forward builds something to keep, the second is taken; where layers are left out at random, more.
     """
     found: dict[str, Payload] = {}
+    chances: dict[str, _Chance] = {}
     state: ModelState | None = None
     for attempt in range(MAX_SURVEYS):
-        before = ModelState(model)
-        seen = survey(model, captured, layers, *map_tensors((args, kwargs), copied))
+        before, chance = ModelState(model), _Chance(random_states(), FATES[attempt % len(FATES)])
+        with fate(chance.fate):
+            seen = survey(model, captured, layers, *map_tensors((args, kwargs), copied))
         if before.has_changed():
             if attempt == 0:
                 continue
             state = state or before
             state.restore()
         found |= seen.payloads
+        chances |= dict.fromkeys(seen.payloads, chance)
         if found.keys() >= set(layers):
-            return found, state
+            return found, chances, state
     missing = next(name for name in layers if name not in found)
     raise UnsupportedModelError(
         f"layer {missing} ran when the model was captured, and in none of {MAX_SURVEYS} forwards later: the model must "
@@ -332,16 +354,18 @@ class _Clock:
 
 
 @contextlib.contextmanager
-def _resident(model: nn.Module, layer: CapturedLayer, device: torch.device, everywhere: bool) -> Iterator[None]:
-    """The layer's parameters and all small buffers on `device`, for the time of its measurement."""
+def _resident(
+    model: nn.Module, layers: Sequence[CapturedLayer], device: torch.device, everywhere: bool
+) -> Iterator[None]:
+    """The layers' parameters and buffers on `device`, for the time of their measurement."""
     if everywhere:
         yield
         return
-    wanted = set(layer.parameters)
+    wanted = {name for layer in layers for name in layer.parameters}
     made: dict[int, nn.Parameter] = {}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     undo: list[tuple[dict[str, Any], str, Any]] = []
-    within = set(model.get_submodule(layer.module).modules())
+    within = {module for layer in layers for module in model.get_submodule(layer.module).modules()}
     for module in model.modules():
         inside = module in within
         for name, parameter in module._parameters.items():
@@ -374,7 +398,7 @@ def _measure(
     clock = _Clock(device)
     if not everywhere:
         for k, probe in enumerate(probes):
-            with _resident(model, probe.layer, device, everywhere):
+            with _resident(model, probe.layers, device, everywhere):
                 _count_saved(model, probe, device)
                 part = _slice(model, probe, device)
                 while not _enough(probe):
@@ -400,7 +424,7 @@ def _enough(probe: _Probe) -> bool:
 
 
 def _slice(model: nn.Module, probe: _Probe, device: torch.device) -> Slice:
-    stage = probe.stage_of[probe.layer.id]
+    stage = probe.stage_of[probe.layers[0].id]
     return Slice(model, probe.captured, probe.stage_of, stage, join=False, device=device)
 
 
@@ -450,11 +474,20 @@ class _Named(Meter):
         self.made = made
 
 
-def _time_once(part: Slice, probe: _Probe, clock: _Clock) -> None:
+@contextlib.contextmanager
+def _as_surveyed(probe: _Probe) -> Iterator[None]:
+    """The model and chance are as when the probe's inputs were made."""
+    set_random_states(probe.chance.states)
     if probe.state is not None:
         probe.state.restore()
+    with fate(probe.chance.fate):
+        yield
+
+
+def _time_once(part: Slice, probe: _Probe, clock: _Clock) -> None:
     watch = _StopWatch(clock)
-    run = part.run(probe.part.args, probe.part.kwargs, probe.received, meter=watch)
+    with _as_surveyed(probe):
+        run = part.run(probe.part.args, probe.part.kwargs, probe.received, meter=watch)
     watch.start()
     roots = _finish(probe, run)
     watch.stop()
@@ -473,17 +506,24 @@ def _count_saved(model: nn.Module, probe: _Probe, device: torch.device) -> None:
     names = _Named()
 
     def pack(tensor: torch.Tensor) -> _Saved:
-        saved = _Saved(tensor.detach() if tensor.requires_grad else tensor)
+        with torch._C.DisableTorchFunction():
+            saved = _Saved(tensor.detach() if tensor.requires_grad else tensor)
         kept.add(saved)
         return saved
 
     part = _slice(model, probe, device)
-    if probe.state is not None:
-        probe.state.restore()
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
-        run = part.run(probe.part.args, probe.part.kwargs, probe.received, meter=names)
-        roots = _finish(probe, run)
-    saved = {_storage(one.tensor): _storage_bytes(one.tensor) for one in kept}  # what no graph needs is gone by now
+    try:
+        with _as_surveyed(probe), torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
+            run = part.run(probe.part.args, probe.part.kwargs, probe.received, meter=names)
+            roots = _finish(probe, run)
+        saved = {_storage(one.tensor): _storage_bytes(one.tensor) for one in kept}  # what no graph needs is gone by now
+    except RuntimeError as error:
+        if "saved tensor hooks" not in str(error):  # functorch's transforms allow none
+            raise
+        with _as_surveyed(probe), _Results() as results:
+            run = part.run(probe.part.args, probe.part.kwargs, probe.received, meter=names)
+            roots = _finish(probe, run)
+        saved = results.nbytes
     saved = {key: size for key, size in saved.items() if key not in ours}
     given = {_storage(tensor) for tensor in tensors_in(probe.part)}
     received = {_storage(tensor): name for name, tensor in names.received.items()}
@@ -496,6 +536,22 @@ def _count_saved(model: nn.Module, probe: _Probe, device: torch.device) -> None:
     probe.saved_around = {mine: saved[key] for key, mine in around.items() if key in saved and key not in given}
     probe.saved_made = frozenset(name for name, tensor in names.made.items() if _storage(tensor) in saved)
     _backward(roots, [] if isinstance(roots, torch.Tensor) else [torch.ones_like(tensor) for tensor in roots])
+
+
+class _Results(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Bytes of all storages that operations make: what autograd keeps at the most."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.nbytes: dict[int, int] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tensors_in(result):
+            self.nbytes[_storage(tensor)] = _storage_bytes(tensor)
+        return result
 
 
 class _Saved:
@@ -530,7 +586,7 @@ def _trace(model: nn.Module, probes: list[_Probe], device: torch.device, everywh
     handler = torch.profiler.tensorboard_trace_handler(os.fspath(directory))
     with torch.profiler.profile(activities=activities, on_trace_ready=handler, record_shapes=True):
         for probe in probes:
-            with _resident(model, probe.layer, device, everywhere):
+            with _resident(model, probe.layers, device, everywhere):
                 part = _slice(model, probe, device)
                 for run in range(1 + TRACED):
                     _trace_once(part, probe, device, traced=run > 0)
@@ -540,11 +596,10 @@ def _trace(model: nn.Module, probes: list[_Probe], device: torch.device, everywh
 
 
 def _trace_once(part: Slice, probe: _Probe, device: torch.device, *, traced: bool) -> None:
-    label = f"{probe.layer.id} ({probe.samples} samples)"
-    if probe.state is not None:
-        probe.state.restore()
+    label = f"{probe.layers[0].id} ({probe.samples} samples)"
     ranges = _Ranges(f"forward {label}", device) if traced else None
-    run = part.run(probe.part.args, probe.part.kwargs, probe.received, meter=ranges)
+    with _as_surveyed(probe):
+        run = part.run(probe.part.args, probe.part.kwargs, probe.received, meter=ranges)
     with _range(f"forward {label}", device) if traced and probe.loss is not None else contextlib.nullcontext():
         roots = _finish(probe, run)
     ones = [] if isinstance(roots, torch.Tensor) else [torch.ones_like(tensor) for tensor in roots]
@@ -586,16 +641,21 @@ def _slicing_seconds(model: nn.Module, captured: Capture, part: MicroBatch, devi
     parts = [Slice(model, captured, {name: int(k >= cut) for k, name in enumerate(ids)}, stage) for stage in (0, 1)]
     clock = _Clock(device)
     times = []
+    states = [ModelState(model)] * 2
     for repeat in range(6):
         spent = 0.0
         received: dict[int, Payload] = {}
-        for one in parts:
+        chance = random_states()
+        for stage, one in enumerate(parts):
+            states[stage].restore()  # each stage knows only what itself left behind
+            set_random_states(chance)
             watch = _StopWatch(clock)
             start = time.perf_counter()
             run = one.run(part.args, part.kwargs, received, meter=watch)
             spent += time.perf_counter() - start
             spent -= watch.seconds() if not clock.cuda else 0.0
             received = {0: run.sends[1]} if run.sends else {}
+            states[stage] = ModelState(model)
         if repeat and not clock.cuda:
             times.append(spent / 2)
     return statistics.median(times) if times else 0.0
@@ -655,13 +715,13 @@ def _layers(captures: dict[int, Capture], probes: dict[int, list[_Probe]]) -> tu
     """Every layer with the costs of its key at each size."""
     costs: dict[str, list[LayerCost]] = {}
     for size, captured in captures.items():
-        by_key = {probe.layer.key: probe for probe in probes[size] if probe.loss is None}
-        by_loss = next(probe for probe in probes[size] if probe.loss is not None)
+        by_key = {probe.key: probe for probe in probes[size]}
+        groups = inseparable(captured)
         counted: set[int | str] = set()  # memory of tensors between layers; names of what every rank makes
-        routes = _routes(captured)
-        for k, layer in enumerate(captured.layers):
-            probe = by_loss if k + 1 == len(captured.layers) else by_key[layer.key]
-            mine, measured = routes[layer.id], routes[probe.layer.id]
+        routes = _routes(captured, groups)
+        for group, key in zip(groups, _keys(groups), strict=True):
+            probe = by_key[key]
+            mine, measured = routes[group[0].id], routes[probe.layers[0].id]
             saved = probe.own_saved_bytes
             counted |= probe.saved_made
             for tensor, like in zip(mine.made, measured.made, strict=False):
@@ -674,17 +734,18 @@ def _layers(captures: dict[int, Capture], probes: dict[int, list[_Probe]]) -> tu
             for names, nbytes in probe.saved_around.items():
                 saved += 0 if counted.intersection(names) else nbytes
                 counted.update(names)
-            costs.setdefault(layer.id, []).append(
-                LayerCost(
+            forward_s, backward_s = statistics.median(probe.forward_s), statistics.median(probe.backward_s)
+            for layer, share in zip(group, _shares(group), strict=True):
+                cost = LayerCost(
                     samples=size,
-                    forward_s=statistics.median(probe.forward_s),
-                    backward_s=statistics.median(probe.backward_s),
-                    forward_spread_s=_half_quartiles(probe.forward_s),
-                    backward_spread_s=_half_quartiles(probe.backward_s),
-                    saved_bytes=saved,
+                    forward_s=forward_s * share,
+                    backward_s=backward_s * share,
+                    forward_spread_s=_half_quartiles(probe.forward_s) * share,
+                    backward_spread_s=_half_quartiles(probe.backward_s) * share,
+                    saved_bytes=saved if layer is group[-1] else 0,
                     flops=layer.flops,
                 )
-            )
+                costs.setdefault(layer.id, []).append(cost)
     last = next(reversed(captures.values()))
     bytes_of = {parameter.names[0]: parameter for parameter in last.parameters}
     return tuple(
@@ -701,20 +762,29 @@ def _layers(captures: dict[int, Capture], probes: dict[int, list[_Probe]]) -> tu
     )
 
 
+def _shares(group: Sequence[CapturedLayer]) -> list[float]:
+    """What part of the time measured for all is each layer's: by their FLOPs, equal parts where they have none."""
+    total = sum(layer.flops for layer in group)
+    return [layer.flops / total if total else 1 / len(group) for layer in group]
+
+
 @dataclass
 class _Routes:
-    """The tensors that a layer makes for others, and those that it uses, each in a fixed order."""
+    """The tensors that layers make for others, and those that they use, each in a fixed order."""
 
     made: list[CapturedTensor] = field(default_factory=list)
     used: list[CapturedTensor] = field(default_factory=list)
 
 
-def _routes(captured: Capture) -> dict[str, _Routes]:
-    routes = {layer.id: _Routes() for layer in captured.layers}
+def _routes(captured: Capture, groups: Sequence[Sequence[CapturedLayer]]) -> dict[str, _Routes]:
+    """By the first layer of each group."""
+    first = {layer.id: group[0].id for group in groups for layer in group}
+    routes = {group[0].id: _Routes() for group in groups}
     for tensor in captured.tensors:
-        routes[tensor.producer].made.append(tensor)
-        for layer in tensor.consumers:
-            routes[layer].used.append(tensor)
+        routes[first[tensor.producer]].made.append(tensor)
+        for user in dict.fromkeys(first[layer] for layer in tensor.consumers):
+            if user != first[tensor.producer]:
+                routes[user].used.append(tensor)
     return routes
 
 

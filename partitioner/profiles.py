@@ -160,6 +160,8 @@ class Profile(Shown, Frozen):
     microbatch_sizes: Annotated[tuple[int, ...], Field(min_length=1)]
     no_cut: dict[str, str] = {}
     """Layer id -> why no cut is possible just before it."""
+    opened: tuple[str, ...] = ()
+    """Modules that call layers which are not below them: layers of others, handed to them."""
     joinable: tuple[str, ...] = ()
     """Modules around layers that may run whole where no cut goes through: called once, and nothing that their own code
     leaves behind is needed on every rank."""

@@ -24,7 +24,7 @@ from partitioner.errors import UnsupportedModelError
 from partitioner.logbook import Arguments, Encoder, is_sendable, version
 from partitioner.restore import random_states
 from partitioner.structures import map_tensors, tensors_in
-from partitioner.tracing import HOST_READS, Watcher, may_draw, watching
+from partitioner.tracing import HOST_READS, RETURNED, Watcher, in_transform, may_draw, watching
 
 ROOT = "(whole model)"
 """Layer id of a model that cannot be opened at all."""
@@ -146,6 +146,12 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     return recorder.recording
 
 
+def warm_up(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Run it once unseen, since what a first forward leaves in caches outside of the model cannot be given back."""
+    with torch.no_grad(), _ParametersStay(model):
+        model(*args, **dict(kwargs))
+
+
 class _Recorder(Watcher):
     def __init__(self, model: nn.Module) -> None:
         super().__init__({module: name for name, module in model.named_modules()})
@@ -161,6 +167,10 @@ class _Recorder(Watcher):
         self.num_memories = 0
         self.regions: list[Region] = []
         """Checkpoints around."""
+        self.returned: dict[int, int] = {}
+        """Functions that transforms returned, by their ids: when."""
+        self.inside: list[int | None] = []
+        """What the running transform has used: tensors by number, None for parameters and chance."""
 
     @property
     def place(self) -> Place:
@@ -267,7 +277,55 @@ class _Recorder(Watcher):
     def on_read(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
 
+    def on_transform(self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One function, that every rank runs itself where all it uses inside comes from the inputs."""
+        self.recording.clock += 1
+        moment = self.next_name()
+        self.recording.moments[self.moment] = (self.num_functions, self.stack[-1] if self.stack else -1)
+        self.inside = []
+        self.use_inside(args, kwargs)
+        self.in_custom = True
+        try:
+            with self.functions:
+                result = run(*args, **kwargs)
+        finally:
+            self.in_custom = False
+        if RETURNED in name:
+            self.inside.append(None)
+            reason = "a function that a transform returned is called on the other side"
+            self.recording.spans.append(Span(self.returned.get(id(run), 0), self.recording.clock, reason))
+        self.returned |= {id(part): self.recording.clock for part in result} if type(result) is tuple else {}
+        alone = None in self.inside
+        parents = None if alone else tuple(dict.fromkeys(n for n in self.inside if n is not None))
+        encoder = Encoder(Arguments(args, kwargs), self.own)
+        encoder(result)
+        for k, tensor in enumerate(encoder.tensors):
+            if self.find(tensor) is None:
+                mine = None if tensor.requires_grad else parents
+                self.add(tensor, moment if k == 0 else f"{moment}:{k}", mine)
+        return result
+
+    def use_inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note what is used of things made outside; what a transform makes for itself is not known."""
+        for tensor in tensors_in((args, kwargs)):
+            inner: torch.Tensor | None = tensor
+            while inner is not None:
+                known = id(inner) in self.own or self.find(inner) is not None
+                if known:
+                    self.inside.append(None if inner.requires_grad else self.use(inner))
+                    self.inside += [self.use(inner)] if inner.requires_grad else []
+                inner = _inside_transform(inner)
+
+    def on_hidden_apply(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.use_inside(args, kwargs)
+        self.inside.append(None)
+
     def on_function(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.in_custom:
+            self.use_inside(args, kwargs)
+            if may_draw(name, func):
+                self.inside.append(None)
+            return func(*args, **kwargs)
         self.recording.clock += 1
         for region in self.regions:
             region.first_function = region.first_function or self.recording.clock
@@ -306,12 +364,12 @@ class _Recorder(Watcher):
         return result
 
     def note_transform(self) -> None:
-        """A functorch transform over tensors that not every rank has: later ranks must skip the module around it."""
+        """Under way over tensors that not every rank has, outside of one call: later ranks must skip the module."""
         if len(self.stack) > 1:
-            self.recording.nodes[self.stack[-1]].whole = "a functorch transform is inside"
+            self.recording.nodes[self.stack[-1]].whole = "a transform or forward-mode derivative is inside"
         else:
             self.recording.spans.append(
-                Span(self.recording.clock - 1, sys.maxsize, "a functorch transform runs before it")
+                Span(self.recording.clock - 1, sys.maxsize, "a transform or forward-mode derivative runs before it")
             )
 
     def note_gradient(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -330,11 +388,17 @@ class _Recorder(Watcher):
 
     def on_hidden_call(self, module: nn.Module) -> None:
         """What a custom Function calls inside is no layer: the module around it is."""
-        if len(self.stack) > 1:
+        if in_transform():
+            for tensor in (*module.parameters(), *module.buffers()):
+                self.use(tensor)
+                self.inside.append(None)
+        elif len(self.stack) > 1:
             self.recording.nodes[self.stack[-1]].whole = "an autograd Function calls its layers"
 
     def on_checkpoint(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A reentrant checkpoint: its inside is watched, but no cut may go through it."""
+        if self.in_custom:
+            return run(*args, **kwargs)
 
         def run_region(*args: Any, **kwargs: Any) -> Any:
             self.enter_region()
@@ -401,6 +465,8 @@ class _Recorder(Watcher):
         compiled = hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
         if compiled or isinstance(module, torch.jit.ScriptModule):
             node.whole = "it is compiled"
+        elif module._backward_hooks or module._backward_pre_hooks:
+            node.whole = "a backward hook is on it"
         self.stack.append(number)
         self.at(f">{call_id}")
         recording.kernels.append((f"call {type(module).__name__} {module.training}", 0.0, 0.0))
@@ -475,8 +541,7 @@ class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         recorder = self.recorder
-        if func._schema.is_mutable:
-            self.refuse_changed_parameters(func, args, kwargs)
+        _refuse_changes(recorder.parameter_storages, func, args, kwargs)
         with torch._C.DisableTorchFunction():
             result = func(*args, **kwargs)
         given = tensors_in((args, kwargs))
@@ -493,19 +558,37 @@ class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kernels.append((f"{func} {map_tensors((args, kwargs), _look)}{mark}", flops, float(moved)))
         return result
 
-    def refuse_changed_parameters(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = [*zip(func._schema.arguments, args, strict=False)]
-        given += [(one, kwargs[one.name]) for one in func._schema.arguments if one.name in kwargs]
-        for argument, value in given:
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            for tensor in tensors_in(value):
-                name = self.recorder.parameter_storages.get(storage_of(tensor))
-                if name is not None:
-                    raise UnsupportedModelError(
-                        f"the forward changes the parameter {name!r} in place ({func}): how often that happens depends "
-                        f"on the number of micro-batches and ranks. Do it after the step, outside of the forward"
-                    )
+
+class _ParametersStay(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses a forward that changes parameters, before it does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storages = {storage_of(parameter): name for name, parameter in model.named_parameters()}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        _refuse_changes(self.storages, func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def _refuse_changes(storages: Mapping[int, str], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """An UnsupportedModelError where an operation is about to write into a parameter."""
+    if not func._schema.is_mutable:
+        return
+    given = [*zip(func._schema.arguments, args, strict=False)]
+    given += [(one, kwargs[one.name]) for one in func._schema.arguments if one.name in kwargs]
+    for argument, value in given:
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        for tensor in tensors_in(value):
+            name = storages.get(storage_of(tensor))
+            if name is not None:
+                raise UnsupportedModelError(
+                    f"the forward changes the parameter {name!r} in place ({func}): how often that happens depends "
+                    f"on the number of micro-batches and ranks. Do it after the step, outside of the forward"
+                )
 
 
 def _depends_on_values(func: Any, given: list[torch.Tensor]) -> bool:
@@ -542,13 +625,6 @@ def _memory_nbytes(tensor: torch.Tensor) -> int:
         return tensor.untyped_storage().nbytes() if is_sendable(tensor) else tensor_nbytes(tensor)
     except (RuntimeError, NotImplementedError):  # inside a functorch transform
         return tensor_nbytes(tensor)
-
-
-def in_transform() -> bool:
-    """Whether a functorch transform, or forward-mode differentiation, is under way."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return True
-    return torch.autograd.forward_ad._current_level >= 0
 
 
 def _inside_transform(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -82,7 +82,12 @@ class ModelState:
             return
         if isinstance(item, torch.Tensor):
             self._note(item)
-            if not item.is_meta and item.layout == torch.strided and not item.is_nested:
+            if (
+                not getattr(item, "holds_nothing", False)
+                and not item.is_meta
+                and item.layout == torch.strided
+                and not item.is_nested
+            ):
                 before = item.detach().clone()
                 self._values.append((item.detach, before))
                 self._undo.append(_tensor_undo(item, before))

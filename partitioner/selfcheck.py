@@ -81,21 +81,24 @@ def _sliced(
     model: nn.Module, part: MicroBatch, loss: Loss, slices: Sequence[Slice], states: list[ModelState], seed: int
 ) -> torch.Tensor:
     """One step in stages; `states` are the model's as each stage knows it, before and then after."""
-    stage = -1
+    here: int | None = None
 
-    def change_stage() -> None:
-        nonlocal stage
-        if stage >= 0:
-            states[stage] = ModelState(model)
-        stage += 1
-        if stage < len(slices):
-            states[stage].restore()
-            _seed_python(seed)
+    def change(stage: int | None) -> None:
+        nonlocal here
+        if here is not None:
+            states[here] = ModelState(model)
+        here = stage
+        if here is not None:
+            states[here].restore()
 
-    runs, backward = chain(slices, part.args, part.kwargs, before_each=change_stage)
-    change_stage()
+    def begin() -> None:
+        change(0 if here is None else here + 1)
+        _seed_python(seed)
+
+    runs, backward = chain(slices, part.args, part.kwargs, before_each=begin, before_backward=change)
     value = loss.of(runs[-1].output, part.target)
     backward(value)
+    change(None)
     return value.detach()
 
 

@@ -92,10 +92,12 @@ def chain(
     kwargs: Mapping[str, Any],
     *,
     before_each: Callable[[], None] = lambda: None,
+    before_backward: Callable[[int], None] = lambda stage: None,
 ) -> tuple[list[SliceRun], Callable[[torch.Tensor], None]]:
     """All stages one after another in this process, and the backward through them for a loss of the last output.
 
-    Each stage gets a copy of the inputs, and contiguous copies of what is sent to it, as over a wire.
+    Each stage gets a copy of the inputs, and contiguous copies of what is sent to it, as over a wire. `before_each` is
+    called before every forward, `before_backward(stage)` before every backward.
     """
     runs: list[SliceRun] = []
     for part in slices:
@@ -105,9 +107,11 @@ def chain(
         runs.append(part.run(mine_args, mine_kwargs, received))
 
     def backward(loss: torch.Tensor) -> None:
+        before_backward(len(runs) - 1)
         if loss.requires_grad:  # not where nothing at all is trained
             loss.backward()  # type: ignore[no-untyped-call]
         for stage in range(len(runs) - 2, -1, -1):
+            before_backward(stage)
             backward_through(runs[stage], {t: gradients_of(runs[t], stage) for t in runs[stage].sends})
 
     return runs, backward

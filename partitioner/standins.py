@@ -18,6 +18,7 @@ class StandIn(torch.Tensor):
     """Has the shape, strides, dtype and device that were logged; computing with it is an error that names it."""
 
     label: str
+    holds_nothing = True
 
     @staticmethod
     def __new__(cls, made: Made, label: str, device: torch.device | None) -> StandIn:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from partitioner.capture import Capture
+from partitioner.capture import Capture, CapturedLayer
 from partitioner.joining import base_name
 from partitioner.logbook import pickled
 from partitioner.parts import Payload
@@ -43,12 +43,23 @@ def survey(
     return Survey(walk.payloads, output)
 
 
-def alone(captured: Capture, layer: str) -> dict[str, int]:
-    """The split that makes one layer a stage of its own: stage 1, or stage 0 for the first layer."""
+def inseparable(captured: Capture) -> list[tuple[CapturedLayer, ...]]:
+    """The layers in order, those together that no cut may part."""
+    groups: list[list[CapturedLayer]] = []
+    for layer in captured.layers:
+        if groups and layer.id in captured.no_cut:
+            groups[-1].append(layer)
+        else:
+            groups.append([layer])
+    return [tuple(group) for group in groups]
+
+
+def alone(captured: Capture, first: str, last: str | None = None) -> dict[str, int]:
+    """The split that makes a layer, or those from `first` to `last`, a stage: stage 1, or 0 at the start."""
     ids = [one.id for one in captured.layers]
-    place = ids.index(layer)
-    first = 0 if place == 0 else 1
-    return {name: (0 if k < place else first if k == place else first + 1) for k, name in enumerate(ids)}
+    start, stop = ids.index(first), ids.index(last or first)
+    stage = 0 if start == 0 else 1
+    return {name: (0 if k < start else stage if k <= stop else stage + 1) for k, name in enumerate(ids)}
 
 
 class _Surveyor(Walk):

@@ -17,16 +17,20 @@ Tensors are named after the moment and the order in which they were made then: "
 
 from __future__ import annotations
 
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
 import torch.utils.checkpoint as checkpointing
 from torch import nn
+from torch._functorch import apis as functorch_apis
+from torch._functorch import eager_transforms
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
@@ -104,7 +108,9 @@ class Watcher(ABC):
         self.num_functions = 0
         self.num_calls: Counter[str] = Counter()
         self.in_custom = False
-        """Inside of a custom autograd Function."""
+        """Inside of a custom autograd Function or a functorch transform: that is one function, whatever it calls."""
+        self.functions: TorchFunctionMode = _Functions(self)
+        """Tells of torch functions, while it is entered."""
         self.failure: Exception | None = None
         """The first error that was reported, which the model's own code may have swallowed."""
 
@@ -139,8 +145,19 @@ class Watcher(ABC):
         """A torch function is called that is not just a read; `func(*args, **kwargs)` runs it."""
 
     @abstractmethod
+    def on_transform(self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A functorch transform is called (vmap, grad, jvp, ...); `run(*args, **kwargs)` runs it.
+
+        With `in_custom` set, modules it calls are told as hidden; within `functions` its torch functions are told too.
+        """
+
+    @abstractmethod
     def on_hidden_call(self, module: nn.Module) -> None:
-        """A module is called by a custom autograd Function, so that nothing more will be told of it."""
+        """A module is called inside of one function, so that nothing more will be told of it."""
+
+    @abstractmethod
+    def on_hidden_apply(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A custom Function is called inside of one function."""
 
     @abstractmethod
     def on_checkpoint(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -150,6 +167,10 @@ class Watcher(ABC):
     def on_region(self, what: str) -> None:
         """A checkpoint without reentrance "begins" (it is about to save its inputs), is "entered", is "left"."""
 
+    def saves(self, args: tuple[Any, ...]) -> bool:
+        """Whether a checkpoint without reentrance has to save these inputs, since it may run again."""
+        return True
+
     @abstractmethod
     def on_read(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A torch function that only reads or sets what a tensor is like."""
@@ -158,11 +179,16 @@ class Watcher(ABC):
 class _Current(threading.local):
     watcher: Watcher | None = None
     counting: Watcher | None = None
+    stance: Any = None
+    """That of torch.compile outside of the watching; None where there is nothing compiled."""
 
 
 _current = _Current()
-_function_apply = torch.autograd.Function.__dict__["apply"].__func__
+_apply: Any = torch.autograd.Function.__dict__["apply"]
+"""A classmethod, in Python or (newer torch) in C."""
+_script_call: Any = torch.jit.ScriptFunction.__call__
 _frame_init = checkpointing._CheckpointFrame.__init__
+_frame_save_inputs: Any = getattr(checkpointing._CheckpointFrame, "save_inputs", None)
 
 
 class _Functions(TorchFunctionMode):
@@ -233,9 +259,11 @@ def _watched_apply(function: type[torch.autograd.Function], *args: Any, **kwargs
     watcher = _current.watcher
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        return _function_apply(function, *args, **kwargs)
+        return _apply.__get__(None, function)(*args, **kwargs)
 
-    if watcher is None or watcher.in_custom:
+    if watcher is not None and watcher.in_custom:
+        watcher.on_hidden_apply(args, kwargs)
+    if watcher is None or watcher.in_custom or not torch._C._len_torch_function_stack():  # inside of a function
         return run(*args, **kwargs)
     if function.__name__ == "CheckpointFunction":
         return watcher.on_checkpoint(run, args, kwargs)
@@ -252,6 +280,74 @@ def _watched_apply(function: type[torch.autograd.Function], *args: Any, **kwargs
         return watcher.on_function(f"apply {function.__qualname__}", run_hidden, args, kwargs)
 
 
+def _watched_script(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """A function compiled by TorchScript bypasses the function mode too."""
+    watcher = _current.watcher
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return _script_call(function, *args, **kwargs)
+
+    if watcher is not None and watcher.in_custom:
+        watcher.on_hidden_apply(args, kwargs)
+    if watcher is None or watcher.in_custom or not torch._C._len_torch_function_stack():
+        return run(*args, **kwargs)
+    with _pop_mode_temporarily():
+        return watcher.on_function(f"apply {function.name}", run, args, kwargs)
+
+
+def _watched_transform(name: str, transform: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        watcher = _current.watcher
+        if watcher is None or watcher.in_custom or in_transform():
+            return transform(*args, **kwargs)
+        with _pop_mode_temporarily():
+            result = watcher.on_transform(f"apply {name}", transform, args, kwargs)
+        if type(result) is tuple:
+            return tuple(_Returned(part) if isinstance(part, FunctionType) else part for part in result)
+        return result
+
+    return call
+
+
+class _Returned:
+    """A function that a transform returned: called, it is a transform too."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _watched_transform(RETURNED, self.function)(*args, **kwargs)
+
+
+RETURNED = "returned function"
+
+
+def call_elsewhere(refuse: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The call of a function that an earlier stage made and kept: what came of it is in the log, or `refuse` runs."""
+    return _watched_transform(RETURNED, refuse)(*args, **kwargs)
+
+
+_TRANSFORMS: list[tuple[Any, str, Callable[..., Any]]] = [
+    (owner, name, getattr(owner, name))
+    for owner, name in (
+        (functorch_apis, "vmap_impl"),
+        (eager_transforms, "grad_impl"),
+        (eager_transforms, "grad_and_value_impl"),
+        (eager_transforms, "_vjp_with_argnums"),
+        (eager_transforms, "_jvp_with_argnums"),
+    )
+    if hasattr(owner, name)
+]
+"""What torch.func's transforms end in, when what they have made is called."""
+
+
+def in_transform() -> bool:
+    """Whether a functorch transform, or forward-mode differentiation, is under way."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    return torch.autograd.forward_ad._current_level >= 0
+
+
 def _tell_region(what: str) -> None:
     if _current.watcher is not None:
         _current.watcher.on_region(what)
@@ -260,6 +356,16 @@ def _tell_region(what: str) -> None:
 def _watched_frame_init(frame: Any, *args: Any, **kwargs: Any) -> None:
     _tell_region("begins")
     _frame_init(frame, *args, **kwargs)
+
+
+def _watched_save_inputs(frame: Any, *args: Any) -> None:
+    """Somebody's hooks for saved tensors may run now: what they do is no part of the forward."""
+    watcher = _current.watcher
+    if watcher is None:
+        _frame_save_inputs(frame, *args)
+    elif watcher.saves(args):
+        with unwatched():
+            _frame_save_inputs(frame, *args)
 
 
 def _watched_hook_enter(hook: Any) -> None:
@@ -282,15 +388,25 @@ class _Patch:
     def enter(self) -> None:
         self._num_watchers += 1
         torch.autograd.Function.apply = classmethod(_watched_apply)  # type: ignore[method-assign, assignment]
+        torch.jit.ScriptFunction.__call__ = _watched_script  # type: ignore[method-assign, assignment]
+        for owner, name, transform in _TRANSFORMS:
+            setattr(owner, name, _watched_transform(name.strip("_"), transform))
         checkpointing._CheckpointFrame.__init__ = _watched_frame_init  # type: ignore[method-assign, assignment]
+        if _frame_save_inputs is not None:
+            checkpointing._CheckpointFrame.save_inputs = _watched_save_inputs  # type: ignore[method-assign]
         checkpointing._checkpoint_hook.__enter__ = _watched_hook_enter  # type: ignore[method-assign]
         checkpointing._checkpoint_hook.__exit__ = _watched_hook_exit  # type: ignore[method-assign]
 
     def leave(self) -> None:
         self._num_watchers -= 1
         if self._num_watchers == 0:
-            torch.autograd.Function.apply = classmethod(_function_apply)  # type: ignore[method-assign, assignment]
+            torch.autograd.Function.apply = _apply  # type: ignore[method-assign]
+            torch.jit.ScriptFunction.__call__ = _script_call  # type: ignore[method-assign]
+            for owner, name, transform in _TRANSFORMS:
+                setattr(owner, name, transform)
             checkpointing._CheckpointFrame.__init__ = _frame_init  # type: ignore[method-assign]
+            if _frame_save_inputs is not None:
+                checkpointing._CheckpointFrame.save_inputs = _frame_save_inputs  # type: ignore[method-assign]
             del checkpointing._checkpoint_hook.__enter__, checkpointing._checkpoint_hook.__exit__
 
 
@@ -308,7 +424,7 @@ def watching(watcher: Watcher) -> Iterator[None]:
             one.enter()
     _current.watcher = watcher
     try:
-        with _Functions(watcher):
+        with _eager(), watcher.functions:
             yield
     finally:
         _current.watcher = None
@@ -318,14 +434,42 @@ def watching(watcher: Watcher) -> Iterator[None]:
 
 
 @contextmanager
+def _eager() -> Iterator[None]:
+    """Inside: functions that torch.compile has wrapped run as they were written, so that they are seen."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is None:  # nothing is compiled
+        yield
+        return
+    _current.stance = _set_stance(dynamo.DynamoStance("force_eager"))
+    try:
+        yield
+    finally:
+        _set_stance(_current.stance)
+        _current.stance = None
+
+
+def _set_stance(stance: Any) -> Any:
+    """Give torch.compile another stance; the one before."""
+    return sys.modules["torch._dynamo.eval_frame"]._set_stance(stance)
+
+
+@contextmanager
 def unwatched() -> Iterator[None]:
     """Inside: neither calls nor functions are told, as in the depths of a layer; only counted, where that is asked."""
     watcher, counting = _current.watcher, _current.counting
     _current.watcher = None
     _current.counting = watcher if watcher is not None and watcher.counted else None
+    stance = _current.stance
     try:
         with _pop_mode_temporarily():
-            yield
+            if stance is None:
+                yield
+            else:
+                eager = _set_stance(stance)
+                try:
+                    yield
+                finally:
+                    _set_stance(eager)
     finally:
         _current.watcher, _current.counting = watcher, counting
 

@@ -8,9 +8,10 @@ the next stage's layer    end the forward; collect what later stages need
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,11 +24,15 @@ from partitioner.recording import ROOT, storage_of
 from partitioner.restore import random_marks, random_states, set_random_states
 from partitioner.standins import StandIn, exchange, unrecorded
 from partitioner.structures import tensors_in
-from partitioner.tracing import HOST_READS, Watcher, may_draw, unwatched
+from partitioner.tracing import HOST_READS, Watcher, in_transform, may_draw, unwatched
 
 
 class Reached(BaseException):
     """The forward has come to the next stage's first layer."""
+
+
+class _Foreign(BaseException):
+    """A transform uses something that this rank does not have."""
 
 
 class Meter:
@@ -52,6 +57,8 @@ class Walk(Watcher):
     def __init__(self, part: Part, received: Mapping[int, Payload], meter: Meter | None) -> None:
         super().__init__(part.tracked, part.counted)
         self.part, self.received, self.meter = part, received, meter
+        self.has_gradients = torch.is_grad_enabled()
+        """As the caller has it: where the stage's own part begins, the model may have switched gradients off."""
         self.local = part.stage == 0
         self.last = part.stage + 1 == part.num_stages
         self.named: dict[str, torch.Tensor] = {}
@@ -72,6 +79,8 @@ class Walk(Watcher):
         self.survivors: dict[str, torch.Tensor] = {}
         self.swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.ended = False
+        self.trying = False
+        """Whether a transform ahead of the stage's own part is being run, to see whether all it uses is here."""
         self.strayed = False
         """The forward goes another way than the captured one did: what later stages need is not known."""
         self.random_marks: tuple[Any, ...] | None = None
@@ -126,6 +135,11 @@ class Walk(Watcher):
     def on_function(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.ended:
             raise Reached
+        if self.in_custom:
+            if self.trying and (may_draw(name, func) or any(map(self.is_foreign, tensors_in((args, kwargs))))):
+                raise _Foreign
+            self.refuse_strangers(tensors_in((args, kwargs)))
+            return func(*args, **kwargs)
         moment = self.next_name()
         if not self.local:
             if self.position < len(self.log):
@@ -152,6 +166,34 @@ class Walk(Watcher):
             entry = entry._replace(generator=kwargs["generator"].get_state().numpy().tobytes())
         self.own.append(entry)
         self.name(moment, encoder.tensors, moment)
+        return result
+
+    def on_transform(self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As one function; ahead of the stage's own part it runs if it uses only what every rank makes itself."""
+
+        def run_hidden(*args: Any, **kwargs: Any) -> Any:
+            self.in_custom = True
+            try:
+                with self.functions:
+                    return run(*args, **kwargs)
+            finally:
+                self.in_custom = False
+
+        if self.ended or self.local or self.position == len(self.log):
+            return self.on_function(name, run_hidden, args, kwargs)
+        moment = self.next_name()
+        entry = self.follow(moment, name)
+        self.trying = True
+        try:
+            if any(map(self.is_foreign, tensors_in((args, kwargs)))):
+                raise _Foreign
+            result = run_hidden(*args, **kwargs)
+        except _Foreign:
+            return self.replay(moment, entry, args, kwargs)
+        finally:
+            self.trying = False
+        for k, tensor in enumerate(tensors_in(result)):
+            self.named[moment if k == 0 else f"{moment}:{k}"] = tensor
         return result
 
     def before(
@@ -186,11 +228,20 @@ class Walk(Watcher):
         return isinstance(tensor, (StandIn, nn.Parameter)) or tensor.requires_grad or id(tensor) in self.part.buffers
 
     def on_hidden_call(self, module: nn.Module) -> None:
-        pass
+        if self.trying:
+            raise _Foreign
+        if in_transform():
+            self.refuse_strangers([*module.parameters(), *module.buffers()])
+
+    def on_hidden_apply(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.trying:
+            raise _Foreign
 
     def on_checkpoint(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.ended:
             raise Reached
+        if self.in_custom:
+            return run(*args, **kwargs)
         moment = self.next_name()
         if not self.local and self.position == len(self.log):
             self.begin()
@@ -202,6 +253,9 @@ class Walk(Watcher):
     def on_region(self, what: str) -> None:
         if what == "begins" and not self.local and self.position == len(self.log):
             self.begin()
+
+    def saves(self, args: tuple[Any, ...]) -> bool:
+        return not any(isinstance(arg, StandIn) for arg in args)
 
     def on_call(
         self, path: str, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -371,6 +425,15 @@ class Walk(Watcher):
                 exchange(alias, old)
                 self.swapped.append((alias, old))
 
+    @contextlib.contextmanager
+    def as_called(self) -> Iterator[None]:
+        """Gradients are as they were when the forward was called."""
+        if not self.has_gradients or torch.is_grad_enabled():
+            yield
+            return
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
+
     def begin(self) -> None:
         """The stage's own part starts: put in what was received, wherever the stand-ins have got to."""
         if self.local:
@@ -379,7 +442,7 @@ class Walk(Watcher):
             entry = self.log[self.position]
             raise self.other_way("ends", f"ran {entry.name} ({entry.moment})")
         self.local = True
-        with torch._C.DisableTorchFunction(), unrecorded():
+        with torch._C.DisableTorchFunction(), unrecorded(), self.as_called():
             around = {}
             if self.meter is not None:
                 around = {name: tensor for name, tensor in self.named.items() if not isinstance(tensor, StandIn)}
@@ -393,7 +456,7 @@ class Walk(Watcher):
                     target = self.named.get(name)
                     if target is not None:
                         value = strided_like(value, target)
-                    if requires_grad and torch.is_grad_enabled():
+                    if requires_grad and self.has_gradients:
                         leaf = value.requires_grad_()
                         value = leaf.clone()
                     leaves.append(leaf)

@@ -42,6 +42,7 @@ def profile_of(captured: Capture, dtype: str = "float32") -> Profile:
         joinable=captured.joinable,
         glue=captured.glue,
         dynamic=captured.dynamic,
+        opened=captured.opened,
         fire_hooks=captured.fire_hooks,
         device="a desk",
         device_kind="cpu",

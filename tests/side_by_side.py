@@ -77,11 +77,19 @@ def seed_python(seed: int) -> None:
     np.random.seed(seed)
 
 
-def stage_models(model: nn.Module, captured: Capture | Profile, stage_of: Mapping[str, int]) -> list[nn.Module]:
-    """One copy of the model for each stage, with NaN wherever a parameter or buffer lives on other stages only."""
+def stage_models(
+    model: nn.Module,
+    captured: Capture | Profile,
+    stage_of: Mapping[str, int],
+    make: Callable[[], nn.Module] | None = None,
+) -> list[nn.Module]:
+    """One copy of the model for each stage, with NaN wherever a parameter or buffer lives on other stages only.
+
+    `make` builds the model anew where a deep copy is not the same (hooks on parameters, scripted modules).
+    """
     made = []
     for stage in range(max(stage_of.values()) + 1):
-        mine = copy.deepcopy(model)
+        mine = copy.deepcopy(model) if make is None else make()
         parameters = dict(mine.named_parameters(remove_duplicate=False))
         for entry in captured.parameters:
             if stage not in ({stage_of[layer] for layer in entry.layers} or {0}):

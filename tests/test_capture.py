@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 from models import CASES, build
 from side_by_side import quiet, run_whole
 from torch import nn
@@ -347,7 +348,10 @@ def test_every_reason_is_given_where_it_holds_and_only_there() -> None:
 
     class Transform(Base):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.d(torch.func.vmap(self.c)(self.b(self.a(x))))
+            x = self.b(self.a(x))
+            with forward_ad.dual_level():
+                y, tangent = forward_ad.unpack_dual(self.c(forward_ad.make_dual(x, torch.ones_like(x))))
+            return self.d(y + tangent)
 
     class Counts(Base):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -362,11 +366,16 @@ def test_every_reason_is_given_where_it_holds_and_only_there() -> None:
             view.mul_(2)
             return self.d(y) + x
 
+    class Mapped(Base):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.d(torch.func.vmap(self.c)(self.b(self.a(x))))
+
+    assert not no_cut(Mapped())
     assert set(no_cut(Gradient())) == {"b", "c"}
     assert set(no_cut(Transform())) == {"c", "d"}
     assert set(no_cut(Counts())) == {"b"}
     assert set(no_cut(Aliases())) == {"b", "c"}
-    for kind, word in ((Gradient, "gradient"), (Transform, "functorch"), (Counts, "'count'"), (Aliases, "memory")):
+    for kind, word in ((Gradient, "gradient"), (Transform, "forward-mode"), (Counts, "'count'"), (Aliases, "memory")):
         assert all(word in reason for reason in no_cut(kind()).values())
 
 

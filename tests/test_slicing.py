@@ -286,9 +286,6 @@ def test_python_random_numbers_agree_with_the_uncut_model() -> None:
 NOWHERE = {
     "generator_of_its_own": "generator",
     "running_counter_in_buffers": "steps",
-    "vmap_around_a_child": "functorch",
-    "grad_transform_around_children": "functorch",
-    "jvp_in_glue": "functorch",
     "tensor_subclass_crosses": "special kind",
     "branches_in_threads": "announce",
 }

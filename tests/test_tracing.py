@@ -29,6 +29,13 @@ class Listening(Watcher):
         self.at(call_id)
         return result
 
+    def on_transform(self, name: str, run: Any, args: Any, kwargs: Any) -> Any:
+        self.heard.append(name)
+        return run(*args, **kwargs)
+
+    def on_hidden_apply(self, args: Any, kwargs: Any) -> None:
+        self.heard.append("hidden apply")
+
     def on_hidden_call(self, module: nn.Module) -> None:
         self.heard.append(f"hidden {type(module).__name__}")
 

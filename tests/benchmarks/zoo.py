@@ -46,8 +46,9 @@ def family(name: str) -> dict[str, Callable[[], Any]]:
 
         return dict(HF)
     from odd_models import ODD
+    from odder_models import ODDER
 
-    return dict(ODD)
+    return {**ODD, **ODDER}
 
 
 # -- one model
@@ -59,6 +60,7 @@ def row(name: str, of: str, ranks: int, stages: int, microbatches: int, more_cut
 
     import partitioner as pt
     from partitioner.errors import PartitionerError
+    from partitioner.microbatches import Cutter
     from partitioner.tracing import unwrap
 
     torch.set_num_threads(1)
@@ -67,7 +69,8 @@ def row(name: str, of: str, ranks: int, stages: int, microbatches: int, more_cut
     case = build()
     try:
         common: dict[str, Any] = {"loss_fn": case.loss_fn, "example_target": case.target}
-        sizes = None if of == "hf" else [4]
+        batch = Cutter(case.batch_dim).batch_size(case.args, case.kwargs or {})
+        sizes = [batch // microbatches]
         profile = pt.profile(
             case.model,
             case.inputs,
@@ -90,7 +93,11 @@ def row(name: str, of: str, ranks: int, stages: int, microbatches: int, more_cut
             **common,
         )
     except PartitionerError as error:
-        return found | {"verdict": f"refused: {error}", "cuts": num_cuts(case, microbatches), "trace": traceback.format_exc()}
+        return found | {
+            "verdict": f"refused: {error}",
+            "cuts": num_cuts(case, microbatches),
+            "trace": traceback.format_exc(),
+        }
     cuts = [layer.id for layer in profile.layers[1:] if layer.id not in profile.no_cut]
     found |= {"layers": len(profile.layers), "cuts": len(cuts), "cut": [s.layers[0] for s in plan.stages[1:]]}
     given_up = [note for note in plan.why if note.startswith("not cut before")]
@@ -119,8 +126,7 @@ def widened(build: Callable[[], Any], of: str, microbatches: int) -> tuple[Calla
 
     def others(tensor: torch.Tensor) -> torch.Tensor:
         more = [tensor.flip(0) * (0.5 + k) for k in range(microbatches - 1)]
-        whole = torch.cat([tensor, *(part.to(tensor.dtype) if tensor.is_floating_point() else tensor for part in more)])
-        return whole
+        return torch.cat([tensor, *(part.to(tensor.dtype) if tensor.is_floating_point() else tensor for part in more)])
 
     def built() -> Any:
         case = build()
@@ -220,11 +226,14 @@ def in_turn(build: Callable[[], Any], case: Any, plan: Any, steps: int = 2) -> d
         sum_shared(placements)
         errors = {"loss_error": (abs(a - b) / max(abs(a), TINY), "the loss")}
         reference = dict(whole.models[0].named_parameters())
-        errors["grad_error"] = apart(gradients([whole.models[0]], [reference]), gradients(cut.models, [p.own for p in placements]))
+        errors["grad_error"] = apart(
+            gradients([whole.models[0]], [reference]), gradients(cut.models, [p.own for p in placements])
+        )
         errors["buffer_error"] = apart(dict(whole.models[0].named_buffers()), spoken_for(placements))
-        descend(reference.values())
+        scale = 0.1 / max(1.0, norm(reference.values()))
+        descend(reference.values(), scale)
         for placement in placements:
-            descend(placement.own.values())
+            descend(placement.own.values(), scale)
         held = {name: p for placement in placements for name, p in placement.own.items()}
         errors["weight_error"] = apart(reference, held)
         for kind, (error, name) in errors.items():
@@ -263,24 +272,32 @@ def spoken_for(placements: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def descend(parameters: Any) -> None:
+def norm(parameters: Any) -> float:
+    return sum(float(dense(p.grad).abs().square().sum()) for p in parameters if p.grad is not None) ** 0.5
+
+
+def descend(parameters: Any, scale: float) -> None:
+    """A step of gradient descent, so small that no model runs away."""
     import torch
 
     with torch.no_grad():
         for parameter in parameters:
             if parameter.grad is not None:
-                parameter.sub_(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad, alpha=0.05)
+                parameter.sub_(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad, alpha=scale)
+
+
+def dense(tensor: Any) -> Any:
+    import torch
+
+    tensor = tensor.detach()
+    tensor = tensor.to_dense() if tensor.layout != torch.strided else tensor
+    tensor = tensor.dequantize() if tensor.is_quantized else tensor
+    return tensor if tensor.is_complex() else tensor.double()
 
 
 def apart(expected: dict[str, Any], found: dict[str, Any]) -> tuple[float, str]:
     """The worst difference and whose; NaN in the same places is no difference."""
     import torch
-
-    def dense(tensor: Any) -> Any:
-        tensor = tensor.detach()
-        tensor = tensor.to_dense() if tensor.layout != torch.strided else tensor
-        tensor = tensor.dequantize() if tensor.is_quantized else tensor
-        return tensor if tensor.is_complex() else tensor.double()
 
     expected = {name: dense(tensor) for name, tensor in expected.items()}
     found = {name: dense(tensor) for name, tensor in found.items()}
@@ -317,7 +334,7 @@ def overhead(whole: Side, cut: Side, rounds: int = 5) -> dict[str, Any]:
             seed_python(k)
             start = time.perf_counter()
             if stages:
-                chain(cut.stages, part.args, part.kwargs)
+                chain(cut.stages, part.args, part.kwargs, before_each=lambda k=k: seed_python(k))
             else:
                 whole.models[0](*part.args, **part.kwargs)
             times.append(time.perf_counter() - start)
@@ -347,12 +364,16 @@ def elsewhere(build: Callable[[], Any], plan: Any, cuts: list[str], count: int) 
         try:
             case = fresh()
             stage_of = split(plan.profile, these)
-            models = stage_models(case.model, plan.profile, stage_of)
+            models = stage_models(case.model, plan.profile, stage_of, lambda: fresh().model)
             error, where = difference(whole, run_cut(fresh(), plan.profile, stage_of, models=models))
         except PartitionerError as refusal:
             return found | {"verdict": f"refused: cut before {', '.join(these)}: {refusal}"}
         if not error <= TOLERANCE:
-            return found | {"verdict": "different", "grad_error": error, "worst": f"{where}, cut before {', '.join(these)}"}
+            return found | {
+                "verdict": "different",
+                "grad_error": error,
+                "worst": f"{where}, cut before {', '.join(these)}",
+            }
     return found
 
 
@@ -383,7 +404,18 @@ def on_ranks(case: Any, plan: Any) -> dict[str, Any]:
     with verification.as_it_was(case.model), contextlib.closing(RankPool(plan.num_ranks)) as pool:
         try:
             ranks = pool.run(
-                plan.num_ranks, verification.on_rank, plan, case.model, args, kwargs, case.target, case.loss_fn, None, 2, 0.01, 0
+                plan.num_ranks,
+                verification.on_rank,
+                plan,
+                case.model,
+                args,
+                kwargs,
+                case.target,
+                case.loss_fn,
+                None,
+                2,
+                0.01,
+                0,
             )
         except Exception as error:
             first = next(iter(getattr(error, "errors", {0: error}).values()))
@@ -442,13 +474,16 @@ def run(name: str, of: str, context: Any, limit_s: float, options: dict[str, Any
 
 
 def shown(found: dict[str, Any]) -> str:
-    numbers = "".join(f"{found[key]:9.1e}" if found.get(key) is not None else "        -" for key in ("loss_error", "grad_error"))
+    numbers = "".join(
+        f"{found[key]:9.1e}" if found.get(key) is not None else "        -" for key in ("loss_error", "grad_error")
+    )
     size = f"{found['cut_bytes']:9}" if "cut_bytes" in found else "        -"
     extra = f"{found['overhead']:+8.0%}" if "overhead" in found else "       -"
     more = f"  [{found['worst']}]" if found["verdict"] == "different" else ""
     more += f"  {len(found['given_up'])} cuts given up" if "given_up" in found else ""
     cuts = "-" if found["cuts"] is None else found["cuts"]
-    return f"{found['model']:38} {cuts:>4} {size} {numbers} {extra} {found['seconds']:6.1f}  {found['verdict'][:150]}{more}"
+    start = f"{found['model']:38} {cuts:>4} {size} {numbers} {extra} {found['seconds']:6.1f}"
+    return f"{start}  {found['verdict'][:150]}{more}"
 
 
 def main() -> None:

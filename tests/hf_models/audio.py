@@ -5,24 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from hf_models.building import WIDTH, classes, entered, hf, tokens
 from models import Case
 
-CONV: dict[str, Any] = dict(
-    hidden_size=WIDTH,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    intermediate_size=64,
-    conv_dim=[16, 16, 16],
-    conv_kernel=[10, 3, 3],
-    conv_stride=[5, 2, 2],
-    num_feat_extract_layers=3,
-    num_conv_pos_embeddings=8,
-    num_conv_pos_embedding_groups=2,
-    vocab_size=30,
-    pad_token_id=0,
-    ctc_zero_infinity=True,
-)
+from hf_models.building import WIDTH, classes, entered, hf, tokens
+
+CONV: dict[str, Any] = {
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "conv_dim": [16, 16, 16],
+    "conv_kernel": [10, 3, 3],
+    "conv_stride": [5, 2, 2],
+    "num_feat_extract_layers": 3,
+    "num_conv_pos_embeddings": 8,
+    "num_conv_pos_embedding_groups": 2,
+    "vocab_size": 30,
+    "pad_token_id": 0,
+    "ctc_zero_infinity": True,
+}
 
 
 def ctc(name: str, class_name: str, **settings: Any) -> None:
@@ -57,7 +58,12 @@ def wav2vec2_pretraining() -> Case:
     """Quantizes with Gumbel noise against sampled negatives."""
     from transformers import Wav2Vec2Config, Wav2Vec2ForPreTraining
 
-    sizes = {"num_codevectors_per_group": 8, "num_codevector_groups": 2, "codevector_dim": 16, "proj_codevector_dim": 16}
+    sizes = {
+        "num_codevectors_per_group": 8,
+        "num_codevector_groups": 2,
+        "codevector_dim": 16,
+        "proj_codevector_dim": 16,
+    }
     model = Wav2Vec2ForPreTraining(Wav2Vec2Config(**CONV, **sizes, **MASKS, num_negatives=3))
     length = int(model._get_feat_extract_output_lengths(1000))
     mask = torch.zeros(8, length, dtype=torch.bool)
@@ -71,9 +77,16 @@ def wav2vec2_pretraining() -> Case:
 def wav2vec2_bert() -> Case:
     from transformers import Wav2Vec2BertConfig, Wav2Vec2BertForCTC
 
-    sizes = {name: CONV[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")}
+    sizes = {
+        name: CONV[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    }
     settings = Wav2Vec2BertConfig(
-        **sizes, vocab_size=30, feature_projection_input_dim=16, conv_depthwise_kernel_size=5, layerdrop=0.3, pad_token_id=0
+        **sizes,
+        vocab_size=30,
+        feature_projection_input_dim=16,
+        conv_depthwise_kernel_size=5,
+        layerdrop=0.3,
+        pad_token_id=0,
     )
     kwargs = {"input_features": torch.randn(8, 40, 16), "labels": torch.randint(1, 30, (8, 6))}
     return Case(Wav2Vec2BertForCTC(settings), kwargs=kwargs)
@@ -163,4 +176,6 @@ def audio_spectrogram_transformer() -> Case:
         num_mel_bins=16,
         num_labels=5,
     )
-    return Case(ASTForAudioClassification(settings), kwargs={"input_values": torch.randn(8, 32, 16), "labels": classes()})
+    return Case(
+        ASTForAudioClassification(settings), kwargs={"input_values": torch.randn(8, 32, 16), "labels": classes()}
+    )

@@ -12,29 +12,29 @@ from models import Case
 BATCH, LENGTH, VOCABULARY, WIDTH = 8, 12, 99, 32
 HF: dict[str, Callable[[], Case]] = {}
 
-SMALL: dict[str, Any] = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=WIDTH,
-    intermediate_size=2 * WIDTH,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "intermediate_size": 2 * WIDTH,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 """What most text models call their sizes."""
 
-VISION: dict[str, Any] = dict(
-    hidden_size=WIDTH,
-    intermediate_size=2 * WIDTH,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    image_size=32,
-    patch_size=8,
-    num_channels=3,
-)
+VISION: dict[str, Any] = {
+    "hidden_size": WIDTH,
+    "intermediate_size": 2 * WIDTH,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "image_size": 32,
+    "patch_size": 8,
+    "num_channels": 3,
+}
 
 
 def hf(build: Callable[[], Case]) -> Callable[[], Case]:

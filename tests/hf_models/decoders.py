@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from hf_models.building import LENGTH, SMALL, WIDTH, config, entered, hf, language, tokens
 from models import Case
+
+from hf_models.building import LENGTH, SMALL, WIDTH, config, entered, hf, language, tokens
 
 
 def causal(name: str, kind: str | None = None, **settings: Any) -> None:
@@ -75,7 +76,15 @@ causal("granitemoe", num_local_experts=4, output_router_logits=True, router_aux_
 causal("phimoe", num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.1)
 causal("gpt_oss", num_local_experts=4, head_dim=8, sliding_window=4, output_router_logits=True)
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
-causal("deepseek_v2", **LATENT, num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, n_group=1)
+causal(
+    "deepseek_v2",
+    **LATENT,
+    num_key_value_heads=4,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=16,
+    n_group=1,
+)
 causal(
     "deepseek_v3",
     **LATENT,
@@ -174,26 +183,26 @@ def reformer() -> Case:
     """Reversible layers with hashed attention, axial positions."""
     from transformers import ReformerConfig, ReformerModelWithLMHead
 
-    settings = dict(
-        attn_layers=["lsh", "local", "lsh", "local"],
-        hidden_size=WIDTH,
-        num_attention_heads=4,
-        attention_head_size=8,
-        feed_forward_size=64,
-        vocab_size=99,
-        axial_pos_shape=[4, 8],
-        axial_pos_embds_dim=[8, 24],
-        local_attn_chunk_length=8,
-        lsh_attn_chunk_length=8,
-        num_buckets=4,
-        num_hashes=2,
-        hash_seed=1,
-        is_decoder=True,
-        use_cache=False,
-        max_position_embeddings=32,
-        hidden_dropout_prob=0.0,
-        local_attention_probs_dropout_prob=0.0,
-    )
+    settings = {
+        "attn_layers": ["lsh", "local", "lsh", "local"],
+        "hidden_size": WIDTH,
+        "num_attention_heads": 4,
+        "attention_head_size": 8,
+        "feed_forward_size": 64,
+        "vocab_size": 99,
+        "axial_pos_shape": [4, 8],
+        "axial_pos_embds_dim": [8, 24],
+        "local_attn_chunk_length": 8,
+        "lsh_attn_chunk_length": 8,
+        "num_buckets": 4,
+        "num_hashes": 2,
+        "hash_seed": 1,
+        "is_decoder": True,
+        "use_cache": False,
+        "max_position_embeddings": 32,
+        "hidden_dropout_prob": 0.0,
+        "local_attention_probs_dropout_prob": 0.0,
+    }
     ids = tokens(8, 32)
     return Case(ReformerModelWithLMHead(ReformerConfig(**settings)), kwargs={"input_ids": ids, "labels": ids})
 

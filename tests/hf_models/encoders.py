@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from hf_models.building import LENGTH, SMALL, WIDTH, classes, config, entered, hf, language, tokens
 from models import Case
+
+from hf_models.building import LENGTH, SMALL, WIDTH, classes, config, entered, hf, language, tokens
 
 
 def masked(name: str, kind: str | None = None, **settings: Any) -> None:
@@ -168,9 +169,20 @@ def splinter() -> Case:
 def lilt() -> Case:
     from transformers import LiltConfig, LiltForTokenClassification
 
-    model = LiltForTokenClassification(LiltConfig(**(SMALL | {"channel_shrink_ratio": 2, "hidden_size": 48, "max_2d_position_embeddings": 64, "num_labels": 5})))
+    model = LiltForTokenClassification(
+        LiltConfig(
+            **(
+                SMALL
+                | {"channel_shrink_ratio": 2, "hidden_size": 48, "max_2d_position_embeddings": 64, "num_labels": 5}
+            )
+        )
+    )
     ids = tokens()
-    kwargs = {"input_ids": ids, "bbox": torch.randint(0, 50, (8, LENGTH, 4)).sort(-1).values, "labels": torch.randint(0, 5, ids.shape)}
+    kwargs = {
+        "input_ids": ids,
+        "bbox": torch.randint(0, 50, (8, LENGTH, 4)).sort(-1).values,
+        "labels": torch.randint(0, 5, ids.shape),
+    }
     return Case(model, kwargs=kwargs)
 
 

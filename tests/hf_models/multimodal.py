@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from hf_models.building import LENGTH, SMALL, VISION, WIDTH, classes, config, hf, images, tokens
 from models import Case
+
+from hf_models.building import LENGTH, SMALL, VISION, WIDTH, classes, config, hf, images, tokens
 
 TEXT = {name: SMALL[name] for name in SMALL if name != "num_key_value_heads"} | {"num_hidden_layers": 3}
 EYES = VISION | {"num_hidden_layers": 3}
@@ -104,7 +105,12 @@ def bridgetower() -> Case:
     text = TEXT | {"max_position_embeddings": 66, "hidden_size": 64}
     vision = {"hidden_size": 64, "num_hidden_layers": 3, "image_size": 32, "patch_size": 8}
     settings = BridgeTowerConfig(
-        text_config=text, vision_config=vision, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64
+        text_config=text,
+        vision_config=vision,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
     )
     ids = tokens()
     kwargs = {
@@ -249,9 +255,19 @@ def blip_2() -> Case:
     from transformers import Blip2Config, Blip2ForConditionalGeneration
 
     text = config("opt", **SMALL, ffn_dim=64, word_embed_proj_dim=WIDTH)
-    query = dict(hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, encoder_hidden_size=WIDTH)
+    query = {
+        "hidden_size": WIDTH,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "encoder_hidden_size": WIDTH,
+    }
     settings = Blip2Config(
-        vision_config=EYES, qformer_config=query | {"vocab_size": 99}, text_config=text.to_dict(), num_query_tokens=4, image_token_index=IMAGE
+        vision_config=EYES,
+        qformer_config=query | {"vocab_size": 99},
+        text_config=text.to_dict(),
+        num_query_tokens=4,
+        image_token_index=IMAGE,
     )
     ids = tokens(8, 12, IMAGE)
     ids[:, :4] = IMAGE
@@ -269,9 +285,21 @@ def qwen2_vl() -> Case:
     """Patches of all images in one row, as many as each image has."""
     from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
-    vision = dict(depth=3, embed_dim=32, hidden_size=WIDTH, num_heads=4, mlp_ratio=2, patch_size=4, spatial_merge_size=2, temporal_patch_size=2, in_channels=3)
+    vision = {
+        "depth": 3,
+        "embed_dim": 32,
+        "hidden_size": WIDTH,
+        "num_heads": 4,
+        "mlp_ratio": 2,
+        "patch_size": 4,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "in_channels": 3,
+    }
     text = SMALL | {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}}
-    settings = Qwen2VLConfig(vision_config=vision, text_config=text, image_token_id=IMAGE, vision_start_token_id=97, video_token_id=96)
+    settings = Qwen2VLConfig(
+        vision_config=vision, text_config=text, image_token_id=IMAGE, vision_start_token_id=97, video_token_id=96
+    )
     ids = tokens(8, 12, 96)
     ids[:, 1], ids[:, 2:6] = 97, IMAGE
     kwargs = {
@@ -310,8 +338,26 @@ def vision_encoder_decoder() -> Case:
 def pix2struct() -> Case:
     from transformers import Pix2StructConfig, Pix2StructForConditionalGeneration
 
-    text = dict(vocab_size=99, hidden_size=WIDTH, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1)
-    vision = dict(hidden_size=WIDTH, patch_embed_hidden_size=48, d_ff=64, d_kv=8, num_hidden_layers=2, num_attention_heads=4, seq_len=16)
+    text = {
+        "vocab_size": 99,
+        "hidden_size": WIDTH,
+        "d_kv": 8,
+        "d_ff": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "decoder_start_token_id": 0,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+    }
+    vision = {
+        "hidden_size": WIDTH,
+        "patch_embed_hidden_size": 48,
+        "d_ff": 64,
+        "d_kv": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "seq_len": 16,
+    }
     model = Pix2StructForConditionalGeneration(Pix2StructConfig(text_config=text, vision_config=vision))
     patches = torch.randn(8, 16, 50)
     patches[..., :2] = torch.randint(1, 5, (8, 16, 2)).float()
@@ -323,28 +369,41 @@ def pix2struct() -> Case:
 def groupvit() -> Case:
     from transformers import GroupViTConfig, GroupViTModel
 
-    vision = dict(hidden_size=WIDTH, depths=[1, 1, 1], num_group_tokens=[4, 2, 0], num_output_groups=[4, 2, 2], num_attention_heads=4, intermediate_size=64, image_size=32, patch_size=8)
-    return _two_towers(GroupViTModel(GroupViTConfig(text_config=TEXT, vision_config=vision, projection_dim=16, projection_intermediate_dim=32)))
+    vision = {
+        "hidden_size": WIDTH,
+        "depths": [1, 1, 1],
+        "num_group_tokens": [4, 2, 0],
+        "num_output_groups": [4, 2, 2],
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "image_size": 32,
+        "patch_size": 8,
+    }
+    return _two_towers(
+        GroupViTModel(
+            GroupViTConfig(text_config=TEXT, vision_config=vision, projection_dim=16, projection_intermediate_dim=32)
+        )
+    )
 
 
 @hf
 def clap() -> Case:
     from transformers import ClapConfig, ClapModel
 
-    audio = dict(
-        window_size=4,
-        num_mel_bins=16,
-        spec_size=32,
-        patch_size=2,
-        patch_stride=[2, 2],
-        num_classes=5,
-        hidden_size=32,
-        patch_embeds_hidden_size=8,
-        depths=[1, 1, 1],
-        num_attention_heads=[2, 2, 2],
-        enable_fusion=False,
-        projection_dim=16,
-    )
+    audio = {
+        "window_size": 4,
+        "num_mel_bins": 16,
+        "spec_size": 32,
+        "patch_size": 2,
+        "patch_stride": [2, 2],
+        "num_classes": 5,
+        "hidden_size": 32,
+        "patch_embeds_hidden_size": 8,
+        "depths": [1, 1, 1],
+        "num_attention_heads": [2, 2, 2],
+        "enable_fusion": False,
+        "projection_dim": 16,
+    }
     text = TEXT | {"max_position_embeddings": 66, "projection_dim": 16}
     model = ClapModel(ClapConfig(text_config=text, audio_config=audio, projection_dim=16))
     ids = tokens()

@@ -5,28 +5,35 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from hf_models.building import LENGTH, SMALL, WIDTH, config, entered, hf, tokens
 from models import Case
 
-T5: dict[str, Any] = dict(
-    vocab_size=99, d_model=WIDTH, d_kv=8, d_ff=64, num_layers=2, num_decoder_layers=2, num_heads=4
-)
-BART: dict[str, Any] = dict(
-    vocab_size=99,
-    d_model=WIDTH,
-    encoder_layers=3,
-    decoder_layers=3,
-    encoder_attention_heads=4,
-    decoder_attention_heads=4,
-    encoder_ffn_dim=64,
-    decoder_ffn_dim=64,
-    max_position_embeddings=64,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-    decoder_start_token_id=2,
-    forced_eos_token_id=2,
-)
+from hf_models.building import LENGTH, SMALL, WIDTH, config, entered, hf, tokens
+
+T5: dict[str, Any] = {
+    "vocab_size": 99,
+    "d_model": WIDTH,
+    "d_kv": 8,
+    "d_ff": 64,
+    "num_layers": 2,
+    "num_decoder_layers": 2,
+    "num_heads": 4,
+}
+BART: dict[str, Any] = {
+    "vocab_size": 99,
+    "d_model": WIDTH,
+    "encoder_layers": 3,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+    "forced_eos_token_id": 2,
+}
 
 
 def to_text(model: Any, length: int = LENGTH) -> Case:
@@ -69,7 +76,9 @@ seq2seq("m2m_100", **BART)
 seq2seq("marian", **BART, decoder_vocab_size=99)
 seq2seq("plbart", **BART)
 seq2seq("mvp", **BART, use_prompt=True, prompt_length=4, prompt_mid_dim=16)
-seq2seq("led", **(BART | {"max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 64}), attention_window=4)
+seq2seq(
+    "led", **(BART | {"max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 64}), attention_window=4
+)
 seq2seq(
     "nllb_moe",
     "nllb-moe",

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from hf_models.building import VISION, WIDTH, classes, config, entered, hf, images
 from models import Case
+
+from hf_models.building import VISION, WIDTH, classes, config, entered, hf, images
 
 
 def classifier(name: str, kind: str | None = None, *, size: int = 32, norms: bool = False, **settings: Any) -> None:
@@ -23,7 +24,14 @@ def classifier(name: str, kind: str | None = None, *, size: int = 32, norms: boo
 
 
 STAGES = {"hidden_sizes": [8, 16, 32], "depths": [1, 2, 1], "embedding_size": 8}
-SWIN = {"image_size": 32, "patch_size": 2, "embed_dim": 8, "depths": [1, 2, 1], "num_heads": [2, 2, 4], "window_size": 4}
+SWIN = {
+    "image_size": 32,
+    "patch_size": 2,
+    "embed_dim": 8,
+    "depths": [1, 2, 1],
+    "num_heads": [2, 2, 4],
+    "window_size": 4,
+}
 classifier("vit", **VISION)
 classifier("beit", **VISION, drop_path_rate=0.2, use_relative_position_bias=True, out_indices=[0, 1, 2, 3])
 classifier("dinov2", **VISION, drop_path_rate=0.2)
@@ -39,10 +47,26 @@ classifier("convnextv2", hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 2, 1], size
 classifier("resnet", **STAGES, layer_type="basic", norms=True, size=64)
 classifier("regnet", **STAGES, groups_width=4, norms=True, size=64)
 classifier("bit", **STAGES, num_groups=2, size=64)
-classifier("focalnet", image_size=32, patch_size=2, embed_dim=8, depths=[1, 2, 1], focal_levels=[1, 1, 1], focal_windows=[3, 3, 3])
+classifier(
+    "focalnet",
+    image_size=32,
+    patch_size=2,
+    embed_dim=8,
+    depths=[1, 2, 1],
+    focal_levels=[1, 1, 1],
+    focal_windows=[3, 3, 3],
+)
 classifier("mobilenet_v1", size=64, norms=True, depth_multiplier=0.25, min_depth=4)
 classifier("mobilenet_v2", size=64, norms=True, depth_multiplier=0.25, min_depth=4, depth_divisible_by=4)
-classifier("mobilevit", hidden_sizes=[16, 16, 16], neck_hidden_sizes=[8, 8, 8, 8, 8, 8, 16], size=64, norms=True, num_attention_heads=2, image_size=64)
+classifier(
+    "mobilevit",
+    hidden_sizes=[16, 16, 16],
+    neck_hidden_sizes=[8, 8, 8, 8, 8, 8, 16],
+    size=64,
+    norms=True,
+    num_attention_heads=2,
+    image_size=64,
+)
 classifier("mobilevitv2", size=64, norms=True, width_multiplier=0.25, image_size=64)
 classifier(
     "efficientnet",
@@ -61,11 +85,37 @@ classifier(
     num_heads=[1, 2, 4],
     depth=[1, 2, 3],
 )
-classifier("pvt", image_size=32, hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 1, 1], num_attention_heads=[1, 1, 2, 2], sequence_reduction_ratios=[4, 2, 1, 1])
-classifier("pvt_v2", image_size=64, size=64, hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 1, 1], num_attention_heads=[1, 1, 2, 2])
+classifier(
+    "pvt",
+    image_size=32,
+    hidden_sizes=[8, 16, 24, 32],
+    depths=[1, 1, 1, 1],
+    num_attention_heads=[1, 1, 2, 2],
+    sequence_reduction_ratios=[4, 2, 1, 1],
+)
+classifier(
+    "pvt_v2",
+    image_size=64,
+    size=64,
+    hidden_sizes=[8, 16, 24, 32],
+    depths=[1, 1, 1, 1],
+    num_attention_heads=[1, 1, 2, 2],
+)
 classifier("poolformer", size=64, hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 2, 1])
 classifier("swiftformer", size=64, norms=True, embed_dims=[8, 16, 24, 32], depths=[1, 1, 2, 1])
-classifier("hiera", image_size=[32, 32], patch_size=[3, 3], patch_stride=[2, 2], patch_padding=[1, 1], embed_dim=8, depths=[1, 1, 2], num_heads=[1, 2, 2], masked_unit_size=[4, 4], num_query_pool=2, query_stride=[2, 2])
+classifier(
+    "hiera",
+    image_size=[32, 32],
+    patch_size=[3, 3],
+    patch_stride=[2, 2],
+    patch_padding=[1, 1],
+    embed_dim=8,
+    depths=[1, 1, 2],
+    num_heads=[1, 2, 2],
+    masked_unit_size=[4, 4],
+    num_query_pool=2,
+    query_stride=[2, 2],
+)
 
 
 @hf
@@ -130,22 +180,22 @@ def detector(name: str, class_name: str, **settings: Any) -> None:
     def build() -> Case:
         import transformers
 
-        sizes = dict(
-            use_timm_backbone=False,
-            use_pretrained_backbone=False,
-            backbone=None,
-            backbone_config=_backbone(),
-            num_queries=6,
-            d_model=WIDTH,
-            encoder_layers=2,
-            decoder_layers=2,
-            encoder_attention_heads=4,
-            decoder_attention_heads=4,
-            encoder_ffn_dim=64,
-            decoder_ffn_dim=64,
-            num_labels=5,
-            auxiliary_loss=True,
-        )
+        sizes = {
+            "use_timm_backbone": False,
+            "use_pretrained_backbone": False,
+            "backbone": None,
+            "backbone_config": _backbone(),
+            "num_queries": 6,
+            "d_model": WIDTH,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "encoder_ffn_dim": 64,
+            "decoder_ffn_dim": 64,
+            "num_labels": 5,
+            "auxiliary_loss": True,
+        }
         model_class = getattr(transformers, class_name)
         model = model_class(model_class.config_class(**(sizes | settings)))
         kwargs = {"pixel_values": images(size=64), "labels": _boxes()}
@@ -157,7 +207,9 @@ def detector(name: str, class_name: str, **settings: Any) -> None:
 detector("detr", "DetrForObjectDetection", encoder_layerdrop=0.2)
 detector("conditional_detr", "ConditionalDetrForObjectDetection")
 detector("table_transformer", "TableTransformerForObjectDetection")
-detector("deformable_detr", "DeformableDetrForObjectDetection", num_feature_levels=1, encoder_n_points=2, decoder_n_points=2)
+detector(
+    "deformable_detr", "DeformableDetrForObjectDetection", num_feature_levels=1, encoder_n_points=2, decoder_n_points=2
+)
 
 
 @hf
@@ -175,7 +227,11 @@ def maskformer() -> Case:
     settings = MaskFormerConfig(
         fpn_feature_size=32,
         mask_feature_size=32,
-        backbone_config=config("swin", **(SWIN | {"depths": [1, 1, 1, 1], "num_heads": [1, 1, 2, 2]}), out_features=["stage1", "stage2", "stage3", "stage4"]),
+        backbone_config=config(
+            "swin",
+            **(SWIN | {"depths": [1, 1, 1, 1], "num_heads": [1, 1, 2, 2]}),
+            out_features=["stage1", "stage2", "stage3", "stage4"],
+        ),
         decoder_config=config(
             "detr",
             d_model=16,
@@ -209,7 +265,10 @@ def dpt() -> Case:
         return (output.predicted_depth - target).pow(2).mean()
 
     return Case(
-        DPTForDepthEstimation(settings), kwargs={"pixel_values": images()}, target=torch.rand(8, 64, 64), loss_fn=loss_fn
+        DPTForDepthEstimation(settings),
+        kwargs={"pixel_values": images()},
+        target=torch.rand(8, 64, 64),
+        loss_fn=loss_fn,
     )
 
 
@@ -229,10 +288,18 @@ def upernet() -> Case:
     from transformers import UperNetConfig, UperNetForSemanticSegmentation
 
     backbone = config(
-        "convnext", hidden_sizes=[8, 8, 16, 16], depths=[1, 1, 1, 1], out_features=["stage1", "stage2", "stage3", "stage4"]
+        "convnext",
+        hidden_sizes=[8, 8, 16, 16],
+        depths=[1, 1, 1, 1],
+        out_features=["stage1", "stage2", "stage3", "stage4"],
     )
     settings = UperNetConfig(
-        backbone_config=backbone, hidden_size=8, pool_scales=[1, 2], auxiliary_channels=8, auxiliary_in_channels=16, num_labels=5
+        backbone_config=backbone,
+        hidden_size=8,
+        pool_scales=[1, 2],
+        auxiliary_channels=8,
+        auxiliary_in_channels=16,
+        num_labels=5,
     )
     kwargs = {"pixel_values": images(size=64), "labels": torch.randint(0, 5, (8, 64, 64))}
     return Case(UperNetForSemanticSegmentation(settings), kwargs=kwargs, trains_batch_norm=True)
@@ -283,7 +350,9 @@ def sam() -> Case:
         num_pos_feats=8,
     )
     prompt = SamPromptEncoderConfig(hidden_size=16, image_size=32, patch_size=8, mask_input_channels=4)
-    mask = SamMaskDecoderConfig(hidden_size=16, mlp_dim=32, num_hidden_layers=2, num_attention_heads=2, iou_head_hidden_dim=16)
+    mask = SamMaskDecoderConfig(
+        hidden_size=16, mlp_dim=32, num_hidden_layers=2, num_attention_heads=2, iou_head_hidden_dim=16
+    )
     model = SamModel(SamConfig(vision_config=vision, prompt_encoder_config=prompt, mask_decoder_config=mask))
     kwargs = {"pixel_values": images(), "input_points": torch.rand(8, 1, 2, 2) * 32}
 
