@@ -148,7 +148,7 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 def warm_up(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Run it once unseen, since what a first forward leaves in caches outside of the model cannot be given back."""
-    with torch.no_grad(), _ParametersStay(model):
+    with torch.enable_grad(), _ParametersStay(model):
         model(*args, **dict(kwargs))
 
 

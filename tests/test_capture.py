@@ -333,6 +333,7 @@ def no_cut(model: nn.Module, *args: Any) -> dict[str, str]:
     return capture(model, args or (torch.ones(3, 4),), max_share=0).no_cut
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
 def test_every_reason_is_given_where_it_holds_and_only_there() -> None:
     class Base(nn.Module):
         def __init__(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from models import build
@@ -71,7 +73,27 @@ def test_modules_that_were_not_called_belong_to_where_their_parameters_are() -> 
 
 
 def test_single_watches_all_that_is_around() -> None:
-    assert single(None, {"a.b.c": 0, "a.b.c#1": 1, "d": 1})[1] == {"", "a", "a.b", "a.b.c", "d"}
+    profile = SimpleNamespace(opened=("e.f",))
+    assert single(profile, {"a.b.c": 0, "a.b.c#1": 1, "d": 1})[1] == {"", "a", "a.b", "a.b.c", "d", "e", "e.f"}
+
+
+def test_a_module_that_calls_layers_handed_to_it_is_watched_and_placed_nowhere() -> None:
+    class Calls(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(2))
+
+        def forward(self, x: torch.Tensor, *layers: nn.Module) -> torch.Tensor:
+            for layer in layers:
+                x = layer(x) * self.scale
+            return x
+
+    model = nn.ModuleDict({"calls": Calls(), "a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    model.forward = lambda x: model["calls"](x, model["a"], model["b"])
+    captured = capture(model, (torch.ones(1, 2),), max_share=0)
+    assert captured.opened == ("calls",)
+    stages, tracked = single(captured, with_uncalled(captured, {"a": 0, "b": 1}))
+    assert stages == {"a": 0, "b": 1} and "calls" in tracked
 
 
 @pytest.mark.parametrize("name", ["h.0:0", "h.0/3:1"])

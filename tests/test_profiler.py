@@ -120,7 +120,7 @@ def test_equal_layers_are_measured_once_however_many_they_are(monkeypatch: pytes
     time_once = profiler._time_once
 
     def counted(part: Slice, probe: Any, clock: Any) -> None:
-        runs.append(probe.layer.id)
+        runs.append(probe.layers[0].id)
         time_once(part, probe, clock)
 
     monkeypatch.setattr(profiler, "_time_once", counted)

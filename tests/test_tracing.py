@@ -162,7 +162,7 @@ def test_a_custom_function_is_one_function_and_hides_what_it_calls() -> None:
             return Calls.apply(x, self.layer) + 1
 
     name = Calls.__qualname__
-    assert heard(Model(), torch.ones(2)) == ["call ", f">/0 apply {name}", "hidden Identity", ">/1 add"]
+    assert heard(Model(), torch.ones(2)) == ["call ", f">/0 apply {name}", "hidden Identity", "hidden apply", ">/1 add"]
 
 
 def test_checkpoints_of_both_kinds_are_told_and_their_inside_too() -> None:
