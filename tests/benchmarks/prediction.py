@@ -116,13 +116,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--models", nargs="*", default=list(SIZES), choices=list(SIZES))
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--names", nargs="*", default=list(SIZES), choices=list(SIZES), metavar="MODEL")
+    parser.add_argument("--json", type=Path, help="written model by model; rows of models not named here are kept")
     options = parser.parse_args()
     ratio = slowdown(options.ranks)
     print(f"{os.cpu_count()} cores; one rank's step among {options.ranks} at once takes {ratio:.2f} x its time alone")
     print("model    mesh           sched.  mb.     predicted     measured    error   noise  speedup: p., m.  gradient")
-    rows = [row for name in options.models for row in rows_of(name, options.ranks, options.steps)]
+    rows = _kept(options.json, options.names)
+    for name in options.names:
+        rows += rows_of(name, options.ranks, options.steps)
+        if options.json:
+            options.json.write_text(json.dumps({"slowdown": ratio, "rows": rows}, indent=1))
     errors = sorted(abs(row["error"]) for row in rows)
     quarter = statistics.quantiles(errors, n=4) if len(errors) > 1 else errors * 3
     print(
@@ -130,8 +134,13 @@ def main() -> None:
         f"{errors[-1]:.1%}) over {len(rows)} runs; median repeat noise "
         f"{statistics.median(row['repeat_noise'] for row in rows):.1%}"
     )
-    if options.json:
-        options.json.write_text(json.dumps({"slowdown": ratio, "rows": rows}, indent=1))
+
+
+def _kept(path: Path | None, names: list[str]) -> list[dict[str, Any]]:
+    """Rows of other models that an earlier part of the run has written."""
+    if path is None or not path.exists():
+        return []
+    return [row for row in json.loads(path.read_text())["rows"] if row["model"] not in names]
 
 
 if __name__ == "__main__":
