@@ -187,6 +187,22 @@ def test_batch_norm_is_measured_where_the_smallest_micro_batch_would_be_one_samp
     assert profile.microbatch_sizes == (2, 4)
 
 
+def test_a_model_that_cannot_be_cut_is_planned_as_replicas() -> None:
+    class OnePiece(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(x @ self.first) @ self.second
+
+    given = {"loss_fn": square, "example_target": torch.randn(8, 8)}
+    plan = pt.partition(OnePiece(), torch.randn(8, 8), gpus=cpu_cluster(2), **given)  # type: ignore[arg-type]
+    assert plan.mesh == {"pp": 1, "dp": 2}
+    with pytest.raises(pt.ArgumentError, match=r"pp=2 stages need 2 layers .* the model has 1"):
+        pt.partition(OnePiece(), torch.randn(8, 8), gpus=cpu_cluster(2), mesh={"pp": 2}, **given)  # type: ignore[arg-type]
+
+
 def test_a_limit_that_no_split_meets_names_what_is_short() -> None:
     with pytest.raises(pt.InfeasibleError, match=r"KiB|MiB|bytes| B"):
         plan_of(memory_limit="1KiB")

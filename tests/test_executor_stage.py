@@ -435,6 +435,47 @@ def test_ranks_of_a_replica_that_get_other_batches_are_named(ranks: RankPool) ->
         assert isinstance(error, ArgumentError) and "rank 2 got another batch than rank 0" in str(error)
 
 
+@pytest.mark.parametrize(("pp", "dp"), [(1, 2), (2, 1)])
+def test_a_model_whose_modules_come_in_another_order_is_refused_on_all_ranks(ranks: RankPool, pp: int, dp: int) -> None:
+    """As where it is built from a set, under another PYTHONHASHSEED: gradients would be added to others' silently."""
+
+    class Branches(nn.Module):
+        def __init__(self, names: list[str]) -> None:
+            super().__init__()
+            self.branches = nn.ModuleDict({name: nn.Linear(4, 4) for name in names})
+            self.last = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            output: torch.Tensor = self.last(sum(self.branches[name](x) for name in sorted(self.branches)))
+            return output
+
+    def step() -> None:
+        import os
+
+        names = ["a", "b"] if os.environ["RANK"] == "0" else ["b", "a"]
+        with materialize(plan, Branches(names), loss_fn=F.mse_loss) as stage:
+            stage.train_step((torch.ones(4, 4),), torch.ones(4, 4))
+
+    plan = plan_of(Branches(["a", "b"]), (torch.ones(4, 4),), pp=pp, dp=dp, cuts=["last"][: pp - 1])
+    with pytest.raises(RanksFailed) as failure:
+        ranks.run(2, step)
+    assert len(failure.value.errors) == 2
+    for error in failure.value.errors.values():
+        assert isinstance(error, PlanMismatchError) and "PYTHONHASHSEED=0 torchrun" in str(error)
+
+
+@pytest.mark.parametrize("lengths", [(12, 7, 20), (7, 7, 3)])
+def test_micro_batches_and_steps_of_other_shapes_and_fewer_samples_than_micro_batches(
+    ranks: RankPool, lengths: tuple[int, ...]
+) -> None:
+    """Layouts that the ranks have agreed on no longer hold: sizes 3, 2 and 2, then 1 and 1, other lengths, and back."""
+    case = models.build("gpt2")
+    plan = plan_for(case, pp=2, dp=2, microbatches=3, schedule="gpipe")
+    sizes = (14, 4, 14)
+    ids = [torch.randint(3, 101, (size, length)) for size, length in zip(sizes, lengths, strict=True)]
+    assert_same(ranks, plan, case.model, [({"input_ids": x, "labels": x}, None) for x in ids], None)
+
+
 def test_the_sampler_gives_each_replica_its_own_share(ranks: RankPool) -> None:
     def samples() -> list[int]:
         with materialize(plan, case.model, loss_fn=case.loss_fn) as stage:

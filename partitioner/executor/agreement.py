@@ -1,19 +1,39 @@
-"""Whether all ranks of a replica were given the same batch, told from a short digest."""
+"""Whether all ranks have the same model in the same order, and those of a replica the same batch."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from partitioner.errors import ArgumentError
+from partitioner.errors import ArgumentError, PlanMismatchError
 from partitioner.executor.mesh import Mesh
 from partitioner.structures import tensors_in
 
 MAX_ELEMENTS = 2**16
 """Of a larger tensor, this many elements evenly spread are looked at."""
+
+
+def refuse_other_order(model: nn.Module, mesh: Mesh) -> None:
+    """A PlanMismatchError on all ranks where modules or parameters are in another order on some than on rank 0.
+
+    Gradients are reduced in that order. A model built from a set has the order of its hashes.
+    """
+    names = [name for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))]
+    number = int.from_bytes(hashlib.blake2b("\n".join(names).encode(), digest_size=8).digest(), "little")
+    numbers = mesh.gather(number)
+    others = [rank for rank, other in enumerate(numbers) if other != numbers[0]]
+    if others:
+        seed = os.environ.get("PYTHONHASHSEED", "random")
+        raise PlanMismatchError(
+            f"the model's modules come in another order on rank {', '.join(map(str, others))} than on rank 0, perhaps "
+            f"because it is built from a set (PYTHONHASHSEED is {seed} on rank {mesh.rank}): start all ranks with the "
+            "same one, PYTHONHASHSEED=0 torchrun ..., as partitioner.launch does, or build the model in a fixed order"
+        )
 
 
 def digest(batch: Any) -> int:

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from partitioner.actions import check_schedule
 from partitioner.errors import ArgumentError, NotBuiltError, SetupError
-from partitioner.executor.agreement import digest, refuse_differing
+from partitioner.executor.agreement import digest, refuse_differing, refuse_other_order
 from partitioner.executor.failures import Failures
 from partitioner.executor.mesh import Mesh, join_mesh
 from partitioner.executor.pipeline import Pipeline, WholeModel
@@ -104,6 +104,7 @@ class LiveStage:
         self._own_loss = Loss(placement.model, None, None)
         self._mesh, self._placement, self._loss, self._cutter = mesh, placement, loss, cutter
         self._failures = failures
+        refuse_other_order(placement.model, mesh)
         self._seed = int(mesh.gather(torch.initial_seed() if seed is None else seed)[0])
         self._inert = nn.Parameter(torch.zeros((), device=mesh.device))
         here = plan.stages[mesh.stage]
