@@ -8,8 +8,13 @@ of another micro-batch size are in proportion. One set of constants serves all r
     SLOWDOWN    of a stage in a running pipeline over one measured alone
     overlap     none: in the authors' Megatron-LM fork a rank waits for its messages when it needs them
 
-SLOWDOWN was fitted on every other row of each schedule (part "fit"); the others only check it. --fit does so again.
+torchgpipe (https://github.com/kakaobrain/torchgpipe, GPipe): the published balances of DIR/torchgpipe_gpipe.csv, each
+child by its operations and bytes (torchgpipe.py beside this file), against the throughput of the same table:
 
+    COMPUTE_SHARE, MEMORY_SHARE     of the device's peaks that convolutions and everything else reach
+
+All were fitted on every other row (part "fit", by schedule and in the table's order); the others only check them. --fit
+does so again.
 """
 
 from __future__ import annotations
@@ -17,6 +22,8 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import re
+import sys
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
@@ -24,12 +31,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torchgpipe
+
 from partitioner.actions import Table, chain
 from partitioner.clock import Replica, StageCost, Transfer, run_clock
 from partitioner.ordering import Room, search_order
 from partitioner.schedule import schedule_table
 
 SLOWDOWN = 1.055
+COMPUTE_SHARE, MEMORY_SHARE = 0.7, 0.7
 
 
 class Run(NamedTuple):
@@ -123,57 +135,113 @@ def fit(runs: list[Run]) -> float:
     return float(min(np.arange(1.0, 1.121, 0.005), key=error))
 
 
+class Balanced(NamedTuple):
+    """A row of torchgpipe's tables."""
+
+    row_id: str
+    model: str
+    balance: tuple[int, ...]
+    m: int
+    samples: float
+    """Of a micro-batch."""
+    again: float
+    """Share of the micro-batches whose forward runs a second time."""
+    measured_s: float
+    part: str
+
+
+def read_balanced(truth: Path) -> list[Balanced]:
+    found: list[Balanced] = []
+    for row in csv.DictReader((truth / "torchgpipe_gpipe.csv").open()):
+        if not row["samples_per_s"] or row["model"] not in torchgpipe.MODELS:
+            continue
+        listed = re.search(r"balance=\[([\d, ]+)\]", row["notes"])
+        balance = listed[1].split(",") if listed else [len(torchgpipe.MODELS[row["model"]]())]
+        m = int(row["n_microbatches"] or 1)
+        again = {"none": 0.0, "checkpoint=always": 1.0}.get(row["recompute"], (m - 1) / m)  # else: all but the last
+        samples = float(row["micro_batch"])
+        measured_s = m * samples / float(row["samples_per_s"])
+        part = "fit" if len(found) % 2 == 0 else "check"
+        found.append(
+            Balanced(row["row_id"], row["model"], tuple(map(int, balance)), m, samples, again, measured_s, part)
+        )
+    return found
+
+
+def balanced_s(row: Balanced, shares: tuple[float, float]) -> float:
+    replica = torchgpipe.replica_of(row.model, list(row.balance), row.samples, row.again, *shares)
+    clock = run_clock(schedule_table("gpipe", len(row.balance), row.m), replica, jump=True)
+    return float(clock.rank_end_s.max())
+
+
+def fit_shares(rows: list[Balanced]) -> tuple[float, float]:
+    def error(shares: tuple[float, float]) -> float:
+        return sum(abs(balanced_s(row, shares) / row.measured_s - 1) for row in rows if row.part == "fit")
+
+    grid = [0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
+    return min(((compute, memory) for compute in grid for memory in grid), key=error)
+
+
+def show(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Print rows, then a line a schedule with mean absolute errors in percent, which are returned."""
+    print(f"{'row':<8}{'schedule':<11}{'ranks':>5}{'m':>6}{'measured':>12}{'predicted':>12}{'error':>8}  part")
+    for row in rows:
+        head = f"{row['row_id']:<8}{row['schedule']:<11}{row['ranks']:>5}{row['microbatches']:>6}"
+        seconds = f"{row['measured_s']:>10.3f} s{row['predicted_s']:>10.3f} s"
+        print(f"{head}{seconds}{row['error_pct']:>+7.1f}%  {row['part']}")
+    print(f"\n{'schedule':<11}{'rows':>5}{'mean |error|':>14}{'bias':>8}{'fit':>8}{'check':>8}")
+    found = {}
+    for name in dict.fromkeys(row["schedule"] for row in rows):
+        errors = {part: [r["error_pct"] for r in rows if r["schedule"] == name and part in r["part"]] for part in PARTS}
+        found[name] = {
+            "rows": len(errors[""]),
+            "mean_abs_error_pct": float(np.mean(np.abs(errors[""]))),
+            "bias_pct": float(np.mean(errors[""])),
+            "fit_pct": float(np.mean(np.abs(errors["fit"]))),
+            "check_pct": float(np.mean(np.abs(errors["check"]))),
+        }
+        rest = list(found[name].values())
+        print(f"{name:<11}{rest[0]:>5}{rest[1]:>13.1f}%{rest[2]:>+7.1f}%{rest[3]:>7.1f}%{rest[4]:>7.1f}%")
+    return found
+
+
+PARTS = ("", "fit", "check")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--truth", type=Path, required=True, help="folder with the two CSV files")
-    parser.add_argument("--fit", action="store_true", help="fit the slowdown again on the part for that")
+    parser.add_argument("--truth", type=Path, required=True, help="folder with the three CSV files")
+    parser.add_argument("--fit", action="store_true", help="fit the constants again on the part for that")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    runs = read_runs(options.truth)
+    runs, balanced = read_runs(options.truth), read_balanced(options.truth)
     slowdown = fit(runs) if options.fit else SLOWDOWN
-    rows: list[dict[str, Any]] = []
-    print(f"{'row':<8}{'schedule':<9}{'p':>3}{'m':>5}{'v':>3}{'measured':>11}{'predicted':>11}{'error':>8}  part")
-    for run in runs:
-        found = predicted_s(run, slowdown)
-        error = 100 * (found / run.measured_s - 1)
-        print(
-            f"{run.row_id:<8}{run.schedule:<9}{run.p:>3}{run.m:>5}{run.stages_per_rank:>3}{run.measured_s:>9.3f} s"
-            f"{found:>9.3f} s{error:>+7.1f}%  {run.part}"
-        )
-        rows.append(
-            {
-                "table": "zero_bubble",
-                "row_id": run.row_id,
-                "schedule": run.schedule,
-                "ranks": run.p,
-                "microbatches": run.m,
-                "measured_s": run.measured_s,
-                "predicted_s": found,
-                "error_pct": error,
-                "part": run.part,
-            }
-        )
-    schedules = {}
-    print(f"\nslowdown {slowdown:.3f}\n{'schedule':<9}{'rows':>5}{'mean |error|':>14}{'bias':>8}{'fit':>8}{'check':>8}")
-    for name in dict.fromkeys(run.schedule for run in runs):
-        own = [row for row in rows if row["schedule"] == name]
+    shares = fit_shares(balanced) if options.fit else (COMPUTE_SHARE, MEMORY_SHARE)
 
-        def mean(part: str = "", *, signed: bool = False, own: list[dict[str, Any]] = own) -> float:
-            errors = [row["error_pct"] for row in own if part in row["part"]]
-            return float(np.mean(errors if signed else np.abs(errors)))
-
-        schedules[name] = {
-            "rows": len(own),
-            "mean_abs_error_pct": mean(),
-            "bias_pct": mean(signed=True),
-            "fit_pct": mean("fit"),
-            "check_pct": mean("check"),
+    def row(table: str, schedule: str, ranks: int, run: Run | Balanced, found_s: float) -> dict[str, Any]:
+        return {
+            "table": table,
+            "row_id": run.row_id,
+            "schedule": schedule,
+            "ranks": ranks,
+            "microbatches": run.m,
+            "measured_s": run.measured_s,
+            "predicted_s": found_s,
+            "error_pct": 100 * (found_s / run.measured_s - 1),
+            "part": run.part,
         }
-        values = list(schedules[name].values())
-        print(f"{name:<9}{values[0]:>5}{values[1]:>13.1f}%{values[2]:>+7.1f}%{values[3]:>7.1f}%{values[4]:>7.1f}%")
+
+    rows = [row("zero_bubble", run.schedule, run.p, run, predicted_s(run, slowdown)) for run in runs]
+    print(f"zero bubble, slowdown {slowdown:.3f}")
+    schedules = show(rows)
+    more = [row("torchgpipe", "torchgpipe", len(one.balance), one, balanced_s(one, shares)) for one in balanced]
+    print(f"\ntorchgpipe, {shares[0]:.0%} of the peak of convolutions, {shares[1]:.0%} of the memory's")
+    schedules |= show(more)
     if options.json:
-        result = {"constants": {"slowdown": slowdown, "overlap": False}, "schedules": schedules, "rows": rows}
-        options.json.write_text(json.dumps(result, indent=1))
+        constants = {"slowdown": slowdown, "overlap": False, "compute_share": shares[0], "memory_share": shares[1]}
+        options.json.write_text(
+            json.dumps({"constants": constants, "schedules": schedules, "rows": rows + more}, indent=1)
+        )
 
 
 if __name__ == "__main__":
