@@ -169,6 +169,11 @@ class Search:
             weights.append(costs[some])
         return np.concatenate(features, axis=1), np.concatenate(weights), alive @ costs
 
+    @property
+    def alive(self) -> Floats:
+        """Cost of the nets that each down-set divides."""
+        return self._shared[2]
+
     @cached_property
     def _with_shared(self) -> Flags:
         return np.concatenate((self.ideals, self._shared[0]), axis=1)
