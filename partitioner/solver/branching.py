@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -49,6 +50,7 @@ def step_in_any_order(loads: Loads, microbatches: int) -> Ordered:
     looked at, until nothing is gained. The bound: work spread evenly, no layer divided, and,
     where all down-sets can be had, the cheapest boundaries that leave the work so.
     """
+    loads = replace(loads, kinds=(replace(loads.kinds[0], pays=False),))  # nets are paid for at boundaries
     labels = condense(loads.num_layers, loads.edges)
     merged = loads.merged(labels)
     total = float(merged.kinds[0].times.sum())
@@ -77,8 +79,8 @@ def step_in_any_order(loads: Loads, microbatches: int) -> Ordered:
 
 
 def _bound(loads: Loads, ideals: Flags, total: float, m: int, seconds: float) -> float:
-    """With no stage over T, the boundary after stage s of q has between total - (q - s) T and s T of the work before it:
-    what is least alive there, over slices of T.
+    """With no stage over T, the boundary after stage s of q has total - (q - s) T to s T of the work before it: what is
+    least alive there, over slices of T.
     """
     parts = [Search(loads, ideals[k : k + CHUNK]) for k in range(1, len(ideals) - 1, CHUNK)]  # no stage is empty
     work = np.concatenate([np.zeros(0), *(part.before[0] for part in parts)])
@@ -122,7 +124,7 @@ def loads_of(graph: CostGraph, samples: float, link: Link, num_stages: int) -> L
 
 
 def _best(search: Search, total: float, m: int, seconds: float) -> tuple[Flags, float, float]:
-    """The boundaries of the best split over these down-sets if it is below `seconds`, its value, and a bound for all."""
+    """The boundaries of the best split over these down-sets if below `seconds`, its value, a bound for all."""
     alive = search.alive
     best = search.ideals[[0, -1]]
     value, bound = min(seconds, total * m), math.inf
@@ -202,5 +204,3 @@ def _beside(loads: Loads, boundaries: Flags) -> Flags:
             own = list(dict.fromkeys([*own, *near]))[:each]
         found.update(own)
     return as_flags(sorted(found), loads.num_layers)
-
-
