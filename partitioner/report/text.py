@@ -86,6 +86,7 @@ def _table(table: Table, columns: int, colour: bool) -> str:
         width=max(columns, needed + (bar[-1] - least[-1])),
         color_system="256" if colour else None,
         force_terminal=colour,
+        force_jupyter=False,  # else it would show itself in a notebook beside what is returned
         markup=False,
         highlight=False,
         emoji=False,
