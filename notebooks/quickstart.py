@@ -86,8 +86,8 @@ plan.plot_efficiency()
 plan.plot_timeline()
 
 # %% [markdown]
-# `plan.save_report("plan.html")` writes all of it as one page for colleagues, `plan.save_trace("trace.json")` as a trace
-# for https://ui.perfetto.dev, and `plan.save("plan.json")` as the plan itself.
+# `plan.save_report("plan.html")` writes all of it as one page for colleagues, `plan.save_trace("trace.json")` as a
+# trace for https://ui.perfetto.dev, and `plan.save("plan.json")` as the plan itself.
 #
 # ## Check
 #

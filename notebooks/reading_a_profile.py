@@ -14,9 +14,9 @@
 # %% [markdown]
 # # Reading a profile
 #
-# A profile says what each layer costs: seconds forward and backward, bytes of parameters and of activations kept for the
-# backward, and the tensors that flow from layer to layer. It is plain data: measure it where the devices are, plan from
-# it anywhere.
+# A profile says what each layer costs: seconds forward and backward, bytes of parameters and of activations kept for
+# the backward, and the tensors that flow from layer to layer. It is plain data: measure it where the devices are, plan
+# from it anywhere.
 
 # %%
 import torch
@@ -79,9 +79,10 @@ profile
 
 # %%
 layer = max(profile.layers, key=lambda layer: layer.costs[-1].forward_s)
+print(layer.id)
 for samples in (1, 2, *profile.microbatch_sizes):
     cost = layer.cost(samples)
-    print(f"{layer.id}, {samples:2} samples: forward {cost.forward_s * 1e3:6.2f} ms, saves {cost.saved_bytes / 2**20:5.2f} MiB")
+    print(f"{samples:2} samples: forward {cost.forward_s * 1e3:6.2f} ms, saves {cost.saved_bytes / 2**20:5.2f} MiB")
 
 # %% [markdown]
 # ## From costs to cuts

@@ -22,6 +22,7 @@
 # %%
 import partitioner as pt
 from partitioner.profiles import Layer, LayerCost, Parameter, Profile, Tensor
+from partitioner.report.comparison import Comparison
 
 MiB = 2**20
 names = ["stem", *(f"stage{s}.block{b}" for s, depth in enumerate((3, 4, 12, 3), 1) for b in range(depth)), "head"]
@@ -133,8 +134,6 @@ explorer.reset.click()
 # split the backward in two and fill the gaps with the part that nobody waits for.
 
 # %%
-from partitioner.report.comparison import Comparison
-
 schedules = ("gpipe", "1f1b", "zero-bubble", "zero-bubble-h2")
 plans = [pt.solve(profile, cluster, training.model_copy(update={"schedule": name})) for name in schedules]
 Comparison(schedules, tuple(plans))

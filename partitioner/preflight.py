@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
 
@@ -24,6 +24,7 @@ from partitioner.forecast import CapacityReport, CurvePoint, LayoutForecast, Ste
 from partitioner.layouts import Candidate, Demand, Found, Search, Wish, check_wish, held_by_stage
 from partitioner.losses import LossFunction
 from partitioner.profiles import Profile
+from partitioner.progress import Progress, shown
 from partitioner.specs import (
     EXECUTED,
     SCHEDULES,
@@ -40,8 +41,6 @@ from partitioner.specs import (
 from partitioner.steps import planner
 from partitioner.study import Study, most_common_dtype
 from partitioner.tracing import unwrap
-
-Progress = Callable[[str, float], None]
 
 CHANGES = ("batch_size", "sequence_length", "precision", "optimizer", "recompute", "shard", "gpus", "mesh")
 """What `what_if` may change."""
@@ -75,7 +74,7 @@ def capacity(
     most_devices: int | None = None,
     max_share: float = 1 / 16,
     hardware: str | None = None,
-    progress: Progress | None = None,
+    progress: bool | Progress | None = None,
 ) -> CapacityReport:
     """Whether training `model` fits these devices, what fills them, how fast it is, and what would change it.
 
@@ -98,7 +97,6 @@ def capacity(
     A training that does not fit is a report with `fits` False. Errors: ArgumentError (with both numbers), and
     UnsupportedModelError for a model that cannot be followed without its values.
     """
-    tell = progress or (lambda what, share: None)
     study = Study(
         unwrap(model),
         example_inputs,
@@ -127,31 +125,31 @@ def capacity(
     _check(asked, what_if or {})
     if price_per_hour is not None and price_per_hour < 0:
         raise ArgumentError(f"price_per_hour={price_per_hour} is impossible: give 0 or more")
-    tell("following the model", 0.0)
-    demand = _demand(study, asked)
-    check_wish(asked.wish, demand, cluster.num_devices)
-    tell("searching layouts", 0.6)
-    search = Search(demand, asked.wish)
-    found = search.run(cluster.num_devices)
-    if not found.candidates:
-        raise InfeasibleError(_no_layout(asked, demand))
-    alone_s = search.alone_s()
-    plans = [_forecast(one, demand, alone_s, found.candidates[0]) for one in found.candidates]
-    if found.fits and not any(plan.runnable for plan in plans):
-        plans += _runnable(search, cluster.num_devices, alone_s, found.candidates[0])
-    tell("counting devices", 0.7)
-    most = most_devices or max(1024, cluster.num_devices)
-    fewest = search.fewest_devices(cluster.num_devices if found.fits else most)
-    if fewest is None and found.fits:
-        fewest = cluster.num_devices
-    points = _curve(search, cluster.num_devices, found, alone_s, price_per_hour) if curve else ()
-    tell("changing one thing at a time", 0.8)
-    variations = tuple(
-        _varied(study, asked, name, value) for name, values in (what_if or {}).items() for value in values
-    )
-    best = found.candidates[0]
-    length = _longest(study, asked, best, tell) if longest_sequence else None
-    tell("done", 1.0)
+    with shown(progress) as tell:
+        tell("following the model", 0.0)
+        demand = _demand(study, asked)
+        check_wish(asked.wish, demand, cluster.num_devices)
+        tell("searching layouts", 0.6)
+        search = Search(demand, asked.wish)
+        found = search.run(cluster.num_devices)
+        if not found.candidates:
+            raise InfeasibleError(_no_layout(asked, demand))
+        alone_s = search.alone_s()
+        plans = [_forecast(one, demand, alone_s, found.candidates[0]) for one in found.candidates]
+        if found.fits and not any(plan.runnable for plan in plans):
+            plans += _runnable(search, cluster.num_devices, alone_s, found.candidates[0])
+        tell("counting devices", 0.7)
+        most = most_devices or max(1024, cluster.num_devices)
+        fewest = search.fewest_devices(cluster.num_devices if found.fits else most)
+        if fewest is None and found.fits:
+            fewest = cluster.num_devices
+        points = _curve(search, cluster.num_devices, found, alone_s, price_per_hour) if curve else ()
+        tell("changing one thing at a time", 0.8)
+        variations = tuple(
+            _varied(study, asked, name, value) for name, values in (what_if or {}).items() for value in values
+        )
+        best = found.candidates[0]
+        length = _longest(study, asked, best, tell) if longest_sequence else None
     graph = demand.graph
     trained = [parameter for parameter in graph.profile.parameters if parameter.trainable]
     return CapacityReport(

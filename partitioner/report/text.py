@@ -108,7 +108,8 @@ def _cell(cell: str | Bar, width: int, colour: bool) -> Text:
         low, high = column / width, (column + 1) / width
         covers = {part.role: min(high, part.end) - max(low, part.start) for part in cell.parts}
         role = max(covers, key=lambda name: covers[name], default="")
-        roles.append(role if role and covers[role] >= 0.5 / width else "")
+        covered = sum(cover for cover in covers.values() if cover > 0)
+        roles.append(role if covered >= 0.5 / width else "")
     text = Text()
     for role, stretch in groupby(roles):
         text.append((GLYPHS.get(role, "█") if role else " ") * len(list(stretch)), _style(role, colour))

@@ -1,0 +1,70 @@
+"""The notebooks run from top to bottom, and what is kept beside their scripts was made from them."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "notebooks"
+QUICK, SLOW = ("stage_balance",), ("quickstart", "reading_a_profile", "capacity_70b")
+
+
+def load_runner() -> Any:
+    spec = importlib.util.spec_from_file_location("notebooks_execute", FOLDER / "execute.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+RUNNER = load_runner()
+
+
+def test_every_notebook_is_run() -> None:
+    assert sorted((*QUICK, *SLOW)) == sorted(RUNNER.NAMES)
+
+
+@pytest.mark.parametrize("name", RUNNER.NAMES)
+def test_the_notebook_that_is_kept_was_made_from_its_script(name: str) -> None:
+    import nbformat
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        kept = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+        made = RUNNER.paired(name)
+    assert [(cell.cell_type, cell.source) for cell in kept.cells] == [
+        (cell.cell_type, cell.source) for cell in made.cells
+    ], f"run python notebooks/execute.py {name}"
+    assert kept.metadata["jupytext"]["formats"] == "ipynb,py:percent"
+    code = [cell for cell in kept.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    assert not [output for cell in code for output in cell.outputs if output.output_type == "error"]
+    assert (FOLDER / f"{name}.ipynb").stat().st_size < 600_000
+
+
+def run(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the kernel's own packages
+        notebook = RUNNER.executed(name)
+    shown = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert shown
+    assert not [output for output in shown if output.output_type == "error"]
+    for output in shown:
+        if "text/html" in output.get("data", {}):
+            assert "<script" not in output["data"]["text/html"]
+            assert output["data"]["text/plain"]
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_notebook_runs_from_top_to_bottom(name: str) -> None:
+    run(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_a_longer_notebook_runs_from_top_to_bottom(name: str) -> None:
+    run(name)
