@@ -20,9 +20,17 @@ from partitioner.actions import KINDS, Orders, Table, chain, check_schedule
 from partitioner.clock import Clock, Floats, Replica, StageCost, Transfer, run_clock
 from partitioner.errors import ArgumentError
 from partitioner.graph import CostGraph
-from partitioner.memory import BUCKET_BYTES, memory_limit, stage_memory
+from partitioner.memory import BUCKET_BYTES, Spread, interval_memory, memory_limit, stage_memory
+from partitioner.ordering import Ordered, Room, search_order
 from partitioner.plan import LostEfficiency, Plan, Prediction, StagePrediction
-from partitioner.schedule import forward_only, in_flight, placement, schedule_table
+from partitioner.schedule import (
+    SPLIT_BACKWARD,
+    build_schedule,
+    forward_only,
+    in_flight,
+    placement,
+    schedule_table,
+)
 from partitioner.specs import Cluster, Link, ScheduleName, Training
 from partitioner.timeline import Span, Timeline
 
@@ -286,6 +294,68 @@ def predict(
         stages=tuple(stages),
         lost=LostEfficiency(**{name: seconds / total_s for name, seconds in lost_s.items()}),
     )
+
+
+def best_order(plan: Plan, *, barrier: bool = True) -> Ordered:
+    """The fastest order found of F, I and W for the plan's stages, in the memory of their devices.
+
+    Textbook orders of the same arrangement are among those tried. barrier: whether ranks wait for each other between
+    steps. Replicas share one order: it is searched for the slowest, with the room of the smallest device. A profile
+    without the two parts of a backward counts half of it for each. ArgumentError where a rank has no room for one
+    micro-batch of each of its stages.
+    """
+    graph, places, m = CostGraph.from_profile(plan.profile), plan.placement, plan.num_microbatches
+    cuts = [graph.position[stage.layers[0]] for stage in plan.stages[1:]]
+    replicas = replica_costs(
+        graph,
+        plan.cluster,
+        plan.training,
+        num_microbatches=m,
+        cuts=cuts,
+        ranks=[stage.ranks for stage in plan.stages],
+        recompute=[stage.recompute for stage in plan.stages],
+    )
+    samples = plan.training.batch_size / (plan.num_replicas * m)
+    limits = [math.inf] * plan.mesh["pp"]
+    for stage, at in zip(plan.stages, places, strict=True):
+        for rank in stage.ranks:
+            device = plan.cluster.devices[rank]
+            limits[at] = min(limits[at], memory_limit(device, plan.training) - device.overhead_bytes)
+    held = []
+    for (first, last), stage, at in zip(graph.bounds(cuts), plan.stages, places, strict=True):
+        always, one = (
+            sum(
+                float(value)
+                for value in interval_memory(
+                    graph,
+                    plan.training,
+                    first,
+                    last,
+                    samples=samples,
+                    held=count,
+                    replicated=plan.num_replicas > 1,
+                    spread=Spread(recompute="always" if stage.recompute else "never"),
+                ).values()
+            )
+            for count in (0, 1)
+        )
+        limits[at] -= always
+        held.append(one - always)
+    textbook = [
+        build_schedule(name, plan.num_stages, m, num_ranks=plan.mesh["pp"])
+        for name in SPLIT_BACKWARD
+        if _arranged(name, plan) == places
+    ]
+    slowest = max(replicas, key=lambda one: sum(stage.forward_s + stage.backward_s for stage in one.stages))
+    return search_order(slowest, places, m, Room(tuple(limits), tuple(held)), textbook=textbook, barrier=barrier)
+
+
+def _arranged(name: ScheduleName, plan: Plan) -> tuple[int, ...] | None:
+    """Where the schedule has as many stages on as many ranks; None: it cannot have them."""
+    try:
+        return placement(name, plan.num_stages, plan.mesh["pp"])
+    except ArgumentError:
+        return None
 
 
 def single_device(graph: CostGraph, cluster: Cluster, training: Training, *, overhead_s: float = 0.0) -> Baseline:

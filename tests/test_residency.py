@@ -7,13 +7,14 @@ import pytest
 from chains import chain, cluster
 from given import given_plan
 
+from partitioner.actions import most_held
 from partitioner.errors import ArgumentError
 from partitioner.graph import CostGraph
 from partitioner.memory import stage_memory
 from partitioner.plan import Plan, Stage
 from partitioner.residency import residency
 from partitioner.schedule import placement
-from partitioner.simulator import predict, simulate
+from partitioner.simulator import best_order, predict, replay, replica_costs, simulate
 from partitioner.specs import SCHEDULES, Link, Training
 
 LINK = Link.of(0.01, 1e4)
@@ -137,6 +138,30 @@ def test_the_peak_is_what_memory_says_of_a_stage(schedule):
             )
             bucket = said.buckets if plan.num_stages > 1 else 0
             assert one.peak.total == pytest.approx(max(said.total - bucket, one.peak.total * bool(one.peak.buckets)))
+
+
+def test_the_order_found_for_a_plan_stays_within_its_devices():
+    """Room for three, then two micro-batches on every rank, where the textbook holds four."""
+    profile = chain([1.0] * 8, [2.0] * 8, saved_bytes=100, tensor_bytes=1)
+    plan = plan_of(profile, schedule="zero-bubble", cuts=(2, 4, 6), m=8, pp=4)
+    roomy, textbook = best_order(plan), simulate(plan)
+    assert roomy.step_s <= textbook.step_s + 1e-9
+    for limit, most in ((3 * 202 + 10, 3), (2 * 202 + 10, 2)):
+        training = plan.training.model_copy(update={"memory_limit_bytes": limit})
+        tight = plan.model_copy(update={"training": training})
+        assert all(one.peak.total > limit for one in residency(plan, textbook))
+        found = best_order(tight)
+        assert max(most_held(found.orders).values()) == most
+        ranks = [stage.ranks for stage in plan.stages]
+        replica, *_ = replica_costs(
+            CostGraph(profile), plan.cluster, training, num_microbatches=8, cuts=(2, 4, 6), ranks=ranks
+        )
+        step = replay(found.orders, replica.stages, replica.transfers)
+        assert step.step_s == pytest.approx(found.step_s)
+        assert all(one.peak.total <= limit for one in residency(tight, step))
+    training = plan.training.model_copy(update={"memory_limit_bytes": 150})
+    with pytest.raises(ArgumentError, match="has room for"):
+        best_order(plan.model_copy(update={"training": training}))
 
 
 def test_nothing_of_a_micro_batch_is_left_after_the_step():
