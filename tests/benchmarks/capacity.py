@@ -19,6 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import memory
 from published_models import work_of
 from published_runs import Run, Speedup, rows_of, runs_of, speedups_of
 
@@ -136,6 +137,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rows", type=Path, help="write every row: predicted, measured, parts")
     parser.add_argument("--source", action="append", default=[], help="only these files (stem)")
+    parser.add_argument("--no-memory", action="store_true", help="leave out the rows that state memory (two minutes)")
     parser.add_argument("--split", choices=("all", "fit", "check"), default="all")
     arguments = parser.parse_args()
     predictor = Predictor(constants())
@@ -191,6 +193,13 @@ def main() -> None:
             f"{line['seconds']:7.1f}",
             flush=True,
         )
+    verdicts: dict[str, int] = {}
+    if not arguments.no_memory and arguments.split == "all":
+        only = [stem for stem in memory.SOURCES if not arguments.source or stem in arguments.source]
+        by_source, cases = memory.memory_scores(arguments.truth, only) if only else ({}, [])
+        memory.show(by_source, verdicts := memory.verdicts(cases))
+        for stem, line in by_source.items():
+            result[stem] = result.get(stem, {}) | line
     if arguments.rows:
         names = list(dict.fromkeys(name for detail in details for name in detail))
         with arguments.rows.open("w", newline="") as file:
@@ -198,7 +207,8 @@ def main() -> None:
             writer.writeheader()
             writer.writerows(details)
     if arguments.json:
-        arguments.json.write_text(json.dumps({"split": arguments.split, "sources": result}, indent=1))
+        told = {"split": arguments.split, "sources": result, "memory_verdicts": verdicts}
+        arguments.json.write_text(json.dumps(told, indent=1))
 
 
 if __name__ == "__main__":

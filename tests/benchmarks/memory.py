@@ -29,7 +29,7 @@ from torch import nn
 from partitioner.graph import CostGraph
 from partitioner.memory import Spread, rank_memory
 from partitioner.plan import MemoryItems
-from partitioner.specs import Device, Precision, ScheduleName, StateBytes, Training, known_device, state_bytes
+from partitioner.specs import Device, ScheduleName, StateBytes, Training, known_device, state_bytes
 from partitioner.steps import planner
 from partitioner.study import Study
 
@@ -81,9 +81,36 @@ class FusedAttention(Attention):
         return self.out(y.transpose(1, 2).reshape(batch, length, -1))
 
 
-def model_of(d: Dimensions) -> nn.Module:
+class ParallelLoss(torch.autograd.Function):
+    """Cross entropy over a vocabulary divided by ranks, a kernel an operation (torch.distributed.tensor.parallel)."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
+        shifted = logits - logits.amax(-1, keepdim=True)
+        result = shifted - shifted.exp().sum(-1, keepdim=True).log()
+        ctx.save_for_backward(result)
+        return -result[:, 0].mean()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        (result,) = ctx.saved_tensors
+        chosen = torch.zeros_like(result)
+        return chosen - result.exp() * gradient
+
+
+class Divided(Model):
+    """Its loss is taken of divided logits."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        y = self.embed(x)
+        for block in self.blocks:
+            y = block(y)
+        return ParallelLoss.apply(self.head(self.norm(y)).flatten(0, 1).float())
+
+
+def model_of(d: Dimensions, parallel_loss: bool) -> nn.Module:
     with torch.device("meta"):
-        model = Model(replace(d, layers=1))
+        model = (Divided if parallel_loss else Model)(replace(d, layers=1))
         blocks = []
         for _ in range(d.layers):
             block = FusedBlock(d)
@@ -138,20 +165,21 @@ class Counter:
     """Keeps what was followed: rows of one model share it."""
 
     def __init__(self) -> None:
-        self.graphs: dict[Dimensions, CostGraph] = {}
+        self.graphs: dict[tuple[Dimensions, bool], CostGraph] = {}
 
-    def graph(self, d: Dimensions, precision: Precision) -> CostGraph:
+    def graph(self, d: Dimensions, parallel_loss: bool) -> CostGraph:
         local = replace(d, length=d.length // d.context_parallel, context_parallel=1)
-        if local not in self.graphs:
+        key = (local, parallel_loss)
+        if key not in self.graphs:
             x = torch.zeros(2, local.length, dtype=torch.long, device="meta")
-            study = Study(model_of(local), {"x": x, "labels": x}, max_share=0.99)
+            study = Study(model_of(local, parallel_loss), {"x": x, "labels": x}, max_share=0.99)
             prices = planner(study.work(), "A100-80GB")
-            self.graphs[local] = study.graph(torch.bfloat16, prices)
-        return self.graphs[local]
+            self.graphs[key] = study.graph(torch.bfloat16, prices)
+        return self.graphs[key]
 
     def case(self, run: Run, row: Row) -> Case:
         layout = run.layout
-        graph = self.graph(run.dims, "bf16-mixed")
+        graph = self.graph(run.dims, parallel_loss=run.source == "torchtitan" and layout.tp > 1)
         first_block = next(k for k, name in enumerate(graph.ids) if name.startswith("blocks."))
         cuts = tuple(cut + first_block - 1 for cut in layout.cuts or ())
         device = known_device(run.device)[0]
@@ -261,6 +289,17 @@ def memory_scores(truth: Path, only: Iterable[str] = ()) -> tuple[dict[str, dict
     return {name: scores([one for one in found if one.run.source == name]) for name in names}, found
 
 
+def show(by_source: dict[str, dict[str, float]], told: dict[str, int]) -> None:
+    print(f"{'memory':24}{'rows':>5}{'mean':>9}{'median':>9}{'bias':>9}{'fit':>9}{'check':>9}")
+    for name, one in by_source.items():
+        cells = [one[f"memory_{key}_pct"] for key in ("mape", "median", "bias", "fit", "check")]
+        print(f"{name:24}{one['memory_rows']:>5}" + "".join(f"{value:>7.1f} %" for value in cells))
+    print(
+        f"out of memory: {told['oom_called']} of {told['oom_rows']} called, "
+        f"{told['false_alarms']} false alarms over {told['fitting_rows']} runs that fitted"
+    )
+
+
 def fit(found: list[Case]) -> None:
     """Error of both halves over a grid of the two fitted figures."""
     seen = [one for one in found if "nvidia-smi" in one.row["mem_kind"]]
@@ -295,16 +334,8 @@ def main() -> None:
             used = [name for name in type(items).model_fields if getattr(items, name)]
             parts = " ".join(f"{name} {getattr(items, name) / 2**30:.1f}" for name in used)
             print(f"{run.row_id} {what:22} seen {seen:14} told {told:20} {parts}")
-    print(f"{'source':24}{'rows':>5}{'mean':>9}{'median':>9}{'bias':>9}{'fit':>9}{'check':>9}")
-    for name, one in by_source.items():
-        cells = [one[key] for key in ("mape", "median", "bias", "fit", "check") for key in [f"memory_{key}_pct"]]
-        print(f"{name:24}{one['memory_rows']:>5}" + "".join(f"{value:>7.1f} %" for value in cells))
-    told = verdicts(found)
-    print(
-        f"out of memory: {told['oom_called']} of {told['oom_rows']} called, "
-        f"{told['false_alarms']} false alarms over {told['fitting_rows']} runs that fitted; "
-        f"{time.perf_counter() - start:.0f} s"
-    )
+    show(by_source, told := verdicts(found))
+    print(f"{time.perf_counter() - start:.0f} s")
     if options.fit:
         fit(found)
     if options.json:
