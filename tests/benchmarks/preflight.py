@@ -51,8 +51,8 @@ def main() -> None:
     print(report)
     print(
         f"\n{report.num_parameters / 1e9:.1f}B parameters, {report.cluster.num_devices} devices, "
-        f"{report.num_considered} layouts: {seconds:.1f} s ({cpu_seconds:.1f} s of CPU), {peak / 2**30:.2f} GiB of host memory, "
-        f"CUDA initialised: {torch.cuda.is_initialized()}"
+        f"{report.num_considered} layouts: {seconds:.1f} s ({cpu_seconds:.1f} s of CPU), "
+        f"{peak / 2**30:.2f} GiB of host memory, CUDA initialised: {torch.cuda.is_initialized()}"
     )
     if options.json:
         row = {
