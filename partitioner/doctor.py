@@ -16,7 +16,7 @@ from partitioner.report import Page, Prose, Table
 from partitioner.specs import format_bytes
 
 REQUIRED = ("cloudpickle", "networkx", "numpy", "pydantic", "rich", "torch")
-OPTIONAL = ("safetensors", "transformers")
+OPTIONAL = ("safetensors", "transformers", "matplotlib", "ipywidgets", "tensorboard", "torch-tb-profiler")
 
 
 @dataclass(frozen=True)
