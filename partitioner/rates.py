@@ -69,6 +69,9 @@ class Constants:
     flash1: float
     """Rate of the first generation of fused attention, of the second's."""
     convolution: float
+    """Rate of a convolution on tensor cores, of a large matmul's."""
+    convolution_fp32: float
+    """The same on plain fp32 units, where libraries save multiplications (Winograd)."""
     bandwidth: float
     """Share of the memory bandwidth that a large kernel reaches."""
     bandwidth_ramp_s: float
@@ -217,8 +220,10 @@ class Rates:
             rate *= c.norm
         seconds = moved / rate + c.bandwidth_ramp_s
         if kernel.kind == "convolution":
-            peak = self._achieved(precision if precision != "fp32" else "tf32")
-            seconds = max(seconds, kernel.flops * share / (peak * c.convolution))
+            name = precision if precision != "fp32" else "tf32"  # torch's default for convolutions
+            plain = name == "tf32" and "tf32" not in dict(self.peaks)
+            rate = self._achieved(name) * (c.convolution_fp32 if plain else c.convolution)
+            seconds = max(seconds, kernel.flops * share / rate)
         return c.launch_s + seconds
 
     def _achieved(self, precision: str) -> float:

@@ -25,11 +25,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 from capacity import Predictor, sources, split_of
-from published_runs import rows_of
+from published_models import resnet50
+from published_runs import Row, device_name, number, rows_of
 
 import partitioner
 from partitioner.rates import Constants, Network, Rates, constants, toml_constants
-from partitioner.specs import known_device
+from partitioner.specs import Link, known_device
+from partitioner.steps import Layout, Planner
 from partitioner.work import Kernel
 
 START: dict[str, tuple[float, float, float]] = {
@@ -50,7 +52,8 @@ START: dict[str, tuple[float, float, float]] = {
     "attention_forward": (0.8, 0.3, 1.0),
     "attention_backward": (0.65, 0.2, 1.0),
     "flash1": (0.6, 0.3, 1.0),
-    "convolution": (0.6, 0.2, 1.0),
+    "convolution": (0.4, 0.1, 1.0),
+    "convolution_fp32": (1.0, 0.5, 2.0),
     "bandwidth": (0.85, 0.5, 1.0),
     "bandwidth_ramp_s": (1e-6, 1e-7, 2e-5),
     "softmax": (0.8, 0.3, 1.5),
@@ -103,6 +106,29 @@ def kernel_parts(path: Path, most: int, wanted: Callable[[str], bool]) -> list[P
     return [part for group in parts.values() for part in _thinned(group, most)]
 
 
+def image_parts(path: Path, most: int, wanted: Callable[[str], bool]) -> list[Part]:
+    """Steps of ResNet-50 on one device: what determines convolutions."""
+    parts: list[Part] = []
+    for row in rows_of(path):
+        batch, rate = number(row, "micro_batch"), number(row, "samples_per_s")
+        image = row["model"] == "ResNet-50" and row["n_gpus"] == "1"
+        if not image or not batch or not rate or not wanted(row["row_id"]):
+            continue
+        precision = "fp16-mixed" if "16" in row["precision"] else "tf32"
+        _, intra, inter = known_device(device_name(row))
+
+        def predict(
+            predictor: Predictor, row: Row = row, batch: float = batch, precision: str = precision,
+            links: tuple[Link, Link] = (intra, inter),
+        ) -> float:  # fmt: skip
+            rates = Rates.of(device_name(row), fitted=predictor.fitted)
+            prices = Planner(resnet50(), rates, *links, precision=precision)  # type: ignore[arg-type]
+            return prices.step(Layout(microbatch=batch)).step_s
+
+        parts.append(("ResNet-50", predict, batch / rate))
+    return _thinned(parts, most)
+
+
 def _kernel(kernel: Kernel, device: str) -> Callable[[Predictor], float]:
     rates = Rates.of(device)
     return lambda predictor: rates.with_constants(predictor.fitted).kernel_seconds(kernel)
@@ -111,9 +137,9 @@ def _kernel(kernel: Kernel, device: str) -> Callable[[Predictor], float]:
 def collective_parts(path: Path, most: int, wanted: Callable[[str], bool]) -> list[Part]:
     """All-reduces within a node with a switch: of 8 V100 that are wired in rings only the whole node is one."""
     parts: list[Part] = []
-    for number, row in enumerate(rows_of(path)):
+    for place, row in enumerate(rows_of(path)):
         ranks = int(row["n_gpus"])
-        if row["gpu"].startswith("V100") or not wanted(str(number)):
+        if row["gpu"].startswith("V100") or not wanted(str(place)):
             continue
         _, intra, inter = known_device("A100-80GB" if row["gpu"] == "A100" else "B200")
         num_bytes, seconds = float(row["bytes"]), float(row["time_us_out_of_place"]) / 1e6
@@ -170,11 +196,13 @@ def objective(parts: list[Part], fitted: Constants) -> float:
     return fit + 0.001 * pull
 
 
-def search(parts: list[Part], begin: Constants, rounds: int) -> Constants:
+def search(parts: list[Part], begin: Constants, rounds: int, only: list[str]) -> Constants:
     best, value = begin, objective(parts, begin)
     steps = dict.fromkeys(START, 0.25)
-    for number in range(rounds):
+    for turn in range(rounds):
         for name, (_, low, high) in START.items():
+            if only and name not in only:
+                continue
             moved = False
             for sign in (1, -1):
                 changed = min(high, max(low, getattr(best, name) * math.exp(sign * steps[name])))
@@ -185,7 +213,8 @@ def search(parts: list[Part], begin: Constants, rounds: int) -> Constants:
                         best, value, moved = candidate, other, True
                         break
             steps[name] *= 1.3 if moved else 0.5
-        print(f"round {number + 1}: {value:.4f}", flush=True)
+        told = ", ".join(f"{name}={getattr(best, name):.4g}" for name in START)
+        print(f"round {turn + 1}: {value:.4f}  {told}", flush=True)
         if max(steps.values()) < 0.01:
             break
     return best
@@ -203,6 +232,7 @@ def all_parts(truth: Path, most: int, split: str) -> list[Part]:
         return split_of(row_id) == split
 
     parts = step_parts(truth, most, wanted)
+    parts += image_parts(truth / "lambda_dp_scaling.csv", most, wanted)
     parts += kernel_parts(truth / "neusight_ops_fp32.csv", 2 * most, wanted)
     return parts + collective_parts(truth / "vtrain_allreduce_lut.csv", most, wanted)
 
@@ -213,6 +243,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the constants into the package's estimator.toml")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--most", type=int, default=40, help="rows of a source that are fitted")
+    parser.add_argument("--only", nargs="*", default=[], help="constants to move, the others as they are")
     parser.add_argument("--afresh", action="store_true", help="begin at the starting values, not at the last fit")
     arguments = parser.parse_args()
     begun = time.perf_counter()
@@ -221,7 +252,7 @@ def main() -> None:
     begin = dataclasses.replace(constants(), error_band=0.0)
     if arguments.afresh:
         begin = Constants(**{name: start for name, (start, _, _) in START.items()})
-    fitted = search(fit_parts, begin, arguments.rounds)
+    fitted = search(fit_parts, begin, arguments.rounds, arguments.only)
     ours, others = table(fit_parts, fitted), table(check_parts, fitted)
     print(f"{'source':44}{'fit %':>8}{'check %':>9}")
     for source in ours:

@@ -160,3 +160,16 @@ def _seeing_all(layer: LayerWork, ranks: int) -> LayerWork:
         return tuple(k._replace(flops=k.flops * ranks) if k.kind == "attention" else k for k in kernels)
 
     return dataclasses.replace(layer, forward=wider(layer.forward), backward=wider(layer.backward))
+
+
+@functools.cache
+def resnet50() -> ModelWork:
+    """ResNet-50 on images of 224 x 224 (He et al. 2015)."""
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    from partitioner.estimator import estimate_work
+
+    with torch.device("meta"):
+        model = ResNetForImageClassification(ResNetConfig(depths=[3, 4, 6, 3], num_labels=1000))
+        inputs = {"pixel_values": torch.zeros(4, 3, 224, 224), "labels": torch.zeros(4, dtype=torch.long)}
+    return estimate_work(model, inputs)
