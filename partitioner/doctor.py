@@ -15,7 +15,7 @@ from partitioner.display import Shown
 from partitioner.report import Page, Prose, Table
 from partitioner.specs import format_bytes
 
-REQUIRED = ("cloudpickle", "networkx", "numpy", "pydantic", "rich", "torch")
+REQUIRED = ("cloudpickle", "networkx", "numpy", "pydantic", "rich", "scipy", "torch")
 OPTIONAL = ("safetensors", "transformers", "matplotlib", "ipywidgets", "tensorboard", "torch-tb-profiler")
 
 
