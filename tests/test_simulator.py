@@ -9,20 +9,13 @@ from longest_path import AS_SENT, longest_path
 
 from partitioner.actions import Action, chain
 from partitioner.clock import Replica, StageCost, Transfer, run_clock
+from partitioner.costs import Baseline, place, replica_sync_s, single_device
 from partitioner.errors import ArgumentError
 from partitioner.graph import CostGraph
 from partitioner.plan import Plan, Stage
 from partitioner.profiles import Layer, LayerCost, Parameter, Profile, Tensor
 from partitioner.schedule import build_schedule, forward_only, in_flight, schedule_table
-from partitioner.simulator import (
-    Baseline,
-    place,
-    predict,
-    replay,
-    replica_sync_s,
-    simulate,
-    single_device,
-)
+from partitioner.simulator import predict, replay, simulate
 from partitioner.specs import Cluster, Device, Link, Training
 
 FREE = Link(sizes_bytes=(0, 1), seconds=(0.0, 0.0))

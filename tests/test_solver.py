@@ -11,11 +11,12 @@ from chains import LOTS, chain, cluster, random_chain
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from partitioner.costs import single_device
 from partitioner.errors import ArgumentError, InfeasibleError
 from partitioner.graph import CostGraph
 from partitioner.memory import memory_limit, stage_memory
 from partitioner.schedule import in_flight
-from partitioner.simulator import predict, single_device
+from partitioner.simulator import predict
 from partitioner.solver import evaluate, solve
 from partitioner.solver import problem as one_setting
 from partitioner.solver.chain import Chain, best_split, cheapest_split, smallest_bottleneck

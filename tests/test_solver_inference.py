@@ -8,12 +8,13 @@ import random
 import pytest
 from chains import chain, cluster, random_chain
 
+from partitioner.costs import forward_costs, place
 from partitioner.errors import ArgumentError, InfeasibleError
 from partitioner.graph import CostGraph
 from partitioner.memory import inference_memory
 from partitioner.plan import Plan, load
 from partitioner.profiles import Profile
-from partitioner.simulator import forward_clock, forward_costs, place, simulate
+from partitioner.simulator import forward_clock, simulate
 from partitioner.solver import solve
 from partitioner.specs import Cluster, Link, Training
 

@@ -7,6 +7,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
+from partitioner.costs import Baseline, single_device
 from partitioner.errors import ArgumentError, SetupError
 from partitioner.graph import CostGraph
 from partitioner.plan import Plan, Stage
@@ -17,7 +18,7 @@ from partitioner.report.html import fragment
 from partitioner.report.losses import waterfall
 from partitioner.report.wording import percent, seconds
 from partitioner.schedule import placement
-from partitioner.simulator import Baseline, predict, simulate, single_device
+from partitioner.simulator import predict, simulate
 from partitioner.specs import SCHEDULES, ScheduleName, format_bytes
 
 MOST_DRAWN = 1_200

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from partitioner.costs import single_device
 from partitioner.errors import InfeasibleError
 from partitioner.graph import CostGraph
 from partitioner.plan import Alternative, Plan, Stage
 from partitioner.profiles import Profile
 from partitioner.progress import Progress, shown
-from partitioner.simulator import predict, single_device
+from partitioner.simulator import predict
 from partitioner.solver.explain import reasons
 from partitioner.solver.inference import solve_inference
 from partitioner.solver.problem import Found

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.clock import Replica, StageCost, Transfer, run_clock
+from partitioner.costs import replica_sync_s
 from partitioner.graph import CostGraph
 from partitioner.schedule import schedule_table
-from partitioner.simulator import replica_sync_s
 from partitioner.solver.layout import Layout, Site
 from partitioner.solver.settings import Setting
 from partitioner.specs import Cluster, Link, Training

@@ -13,11 +13,12 @@ from typing import NamedTuple
 import numpy as np
 
 from partitioner.clock import Replica
+from partitioner.costs import forward_costs, place
 from partitioner.errors import ArgumentError, InfeasibleError
 from partitioner.graph import CostGraph
 from partitioner.memory import inference_memory, memory_limit
 from partitioner.plan import Alternative, LostEfficiency, MemoryItems, Plan, Prediction, Stage, StagePrediction
-from partitioner.simulator import forward_clock, forward_costs, place
+from partitioner.simulator import forward_clock
 from partitioner.solver.evaluate import link_times
 from partitioner.solver.servers import window_minimum
 from partitioner.solver.settings import check_request, divisors, pinned_positions

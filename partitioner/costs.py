@@ -1,0 +1,197 @@
+"""What the stages and messages of a split cost on given devices and links, and what one device costs alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from partitioner.clock import Replica, StageCost, Transfer
+from partitioner.errors import ArgumentError
+from partitioner.graph import CostGraph
+from partitioner.memory import BUCKET_BYTES, memory_limit, stage_memory
+from partitioner.specs import Cluster, Link, Training
+
+FIRST_BUCKET_BYTES = 2**20
+"""What DistributedDataParallel puts into the first bucket, so that it starts early."""
+
+
+class Baseline(NamedTuple):
+    """The whole batch on one device, at the micro-batch that is fastest there."""
+
+    step_s: float
+    optimizer_s: float
+    num_microbatches: int
+    fits: bool
+    """False: no micro-batch fits the device's memory, and this is one of unlimited memory."""
+    relative_speed: float
+
+    @property
+    def total_s(self) -> float:
+        return self.step_s + self.optimizer_s
+
+
+def replica_costs(
+    graph: CostGraph,
+    cluster: Cluster,
+    training: Training,
+    *,
+    num_microbatches: int,
+    cuts: Sequence[int],
+    ranks: Sequence[Sequence[int]],
+    recompute: Sequence[bool] = (),
+) -> list[Replica]:
+    """What each replica's stages and transfers take on the devices and links that `ranks` gives them.
+
+    A micro-batch is batch / (replicas x micro-batches) samples, a fraction where that does not divide. `recompute`: by
+    stage, whether its layers run again in their backward; empty is never. Stages of one rank hand tensors over in no
+    time.
+    """
+    graph.check_cuts(cuts)
+    num_replicas = len(ranks[0])
+    samples = training.batch_size / (num_replicas * num_microbatches)
+    if samples < 1:
+        raise ArgumentError(
+            f"a batch of {training.batch_size} cannot be cut into {num_replicas} replicas x {num_microbatches} "
+            "micro-batches: use fewer of them or a larger batch_size"
+        )
+    if (highest := max(map(max, ranks))) >= cluster.num_devices:
+        raise ArgumentError(f"rank {highest} has no device: the cluster has {cluster.num_devices}")
+    arrays = graph.at(samples)
+    bounds = graph.bounds(cuts)
+    moved = graph.transfers(cuts, samples)
+    shared = [(parameter.bytes, owners) for parameter, owners in graph.synced_parameters(cuts) if parameter.trainable]
+    elements = float(graph.trainable_elements(0, graph.num_layers))
+    replicas: list[Replica] = []
+    sync_links = [cluster.slowest_link(tuple(row)) for row in ranks]
+    known: dict[tuple[tuple[float, int], ...], Replica] = {}
+    for r in range(num_replicas):
+        nodes = [cluster.nodes[row[r]] for row in ranks]
+        looks = tuple(
+            (cluster.devices[row[r]].relative_speed, nodes.index(node)) for row, node in zip(ranks, nodes, strict=True)
+        )
+        if looks in known:  # the same stages on devices as fast, and the same of them in one node
+            replicas.append(known[looks])
+            continue
+        stages = []
+        for stage, (first, last) in enumerate(bounds):
+            speed, link = cluster.devices[ranks[stage][r]].relative_speed, sync_links[stage]
+            if len(bounds) == 1:
+                sync_s = replica_sync_s(graph, link, samples, num_replicas, speed)
+            else:
+                sync_s = link.all_reduce_time(float(graph.trainable_bytes(first, last)), num_replicas)
+            for num_bytes, owners in shared:
+                if stage in owners:
+                    link = cluster.slowest_link(tuple(ranks[owner][r] for owner in owners))
+                    sync_s += link.all_reduce_time(num_bytes, len({ranks[owner][r] for owner in owners}))
+            part = float(graph.trainable_elements(first, last)) / elements if elements else 0.0
+            forward_s = float(arrays.forward_s[first:last].sum())
+            again_s = forward_s if recompute and recompute[stage] else 0.0
+            input_s = weight_s = None
+            if arrays.backward_input_s is not None and arrays.backward_weight_s is not None:
+                input_s = (float(arrays.backward_input_s[first:last].sum()) + again_s) / speed
+                weight_s = float(arrays.backward_weight_s[first:last].sum()) / speed
+            elif again_s:
+                weight_s = float(arrays.backward_s[first:last].sum()) / 2 / speed
+                input_s = weight_s + again_s / speed
+            stages.append(
+                StageCost(
+                    forward_s=(forward_s + graph.slicing_s(len(bounds))) / speed,
+                    backward_s=(float(arrays.backward_s[first:last].sum()) + again_s) / speed,
+                    sync_s=sync_s,
+                    optimizer_s=graph.profile.optimizer_s * part / speed,
+                    backward_input_s=input_s,
+                    backward_weight_s=weight_s,
+                )
+            )
+        transfers = []
+        for source, target, forward_bytes, backward_bytes in moved:
+            first_rank, second_rank = ranks[source][r], ranks[target][r]
+            link = cluster.link(first_rank, second_rank)
+            times = [link.time(size) if first_rank != second_rank else 0.0 for size in (forward_bytes, backward_bytes)]
+            transfers.append(Transfer(source, target, *times))
+        known[looks] = Replica(tuple(stages), tuple(transfers))
+        replicas.append(known[looks])
+    return replicas
+
+
+def forward_costs(
+    graph: CostGraph,
+    cluster: Cluster,
+    training: Training,
+    num_microbatches: int,
+    *,
+    cuts: Sequence[int],
+    ranks: Sequence[Sequence[int]],
+) -> list[Replica]:
+    """`replica_costs` of forward passes: nothing comes back, is reduced or updated."""
+    replicas = replica_costs(graph, cluster, training, num_microbatches=num_microbatches, cuts=cuts, ranks=ranks)
+    return [
+        Replica(
+            tuple(StageCost(stage.forward_s, 0.0) for stage in one.stages),
+            tuple(Transfer(t.source, t.target, t.forward_s, 0.0) for t in one.transfers),
+        )
+        for one in replicas
+    ]
+
+
+def replica_sync_s(graph: CostGraph, link: Link, samples: float, num_replicas: int, speed: float) -> float:
+    """Seconds for which replicas of a whole model reduce gradients after their last backward.
+
+    DistributedDataParallel reduces bucket after bucket, each when the backward of its layers is done and the one before
+    it is through; gradients come in the reverse order of the layers.
+
+        through = max(backward of its layers ends, bucket before it through) + all-reduce of the bucket
+    """
+    if num_replicas == 1:
+        return 0.0
+    n = graph.num_layers
+    up_to = np.asarray(graph.trainable_bytes(0, np.arange(1, n + 1)), float)
+    gradient_bytes = np.diff(up_to, prepend=0.0)  # of parameters that are used there first: their gradient ends last
+    backward_s = graph.at(samples).backward_s / speed
+    now = through = held = 0.0
+    limit = FIRST_BUCKET_BYTES
+    for k in reversed(range(n)):
+        now, held = now + float(backward_s[k]), held + float(gradient_bytes[k])
+        if held >= limit or (k == 0 and held):
+            through = max(now, through) + link.all_reduce_time(held, num_replicas)
+            held, limit = 0.0, BUCKET_BYTES
+    return max(0.0, through - now)
+
+
+def place(cluster: Cluster, num_stages: int, num_replicas: int) -> tuple[tuple[int, ...], ...]:
+    """Ranks of each stage, one a replica: the stages of a replica sit side by side, within a node where they can."""
+    num_ranks = num_stages * num_replicas
+    if num_ranks > cluster.num_devices:
+        raise ArgumentError(
+            f"{num_stages} stages x {num_replicas} replicas need {num_ranks} devices, the cluster has "
+            f"{cluster.num_devices}: use a smaller mesh"
+        )
+    by_node = sorted(range(num_ranks), key=lambda rank: cluster.nodes[rank])
+    return tuple(tuple(by_node[stage::num_stages]) for stage in range(num_stages))
+
+
+def single_device(graph: CostGraph, cluster: Cluster, training: Training, *, overhead_s: float = 0.0) -> Baseline:
+    """The best that one of the cluster's devices does alone, over every micro-batch count that divides the batch."""
+    batch_size = training.batch_size
+    small = [count for count in range(1, math.isqrt(batch_size) + 1) if batch_size % count == 0]
+    counts = sorted({*small, *(batch_size // count for count in small)})
+    found = []
+    for device in set({id(device): device for device in cluster.devices}.values()):
+        speed = device.relative_speed
+        for count in counts:
+            arrays = graph.at(batch_size / count)
+            work_s = float(arrays.forward_s.sum() + arrays.backward_s.sum()) / speed
+            memory = stage_memory(graph, training, device, cuts=(), stage=0, schedule="1f1b", num_microbatches=count)
+            found.append(
+                Baseline(
+                    step_s=count * (work_s + 2 * overhead_s),
+                    optimizer_s=graph.profile.optimizer_s / speed,
+                    num_microbatches=count,
+                    fits=memory.total <= memory_limit(device, training),
+                    relative_speed=speed,
+                )
+            )
+    return min(found, key=lambda one: (not one.fits, one.total_s, one.num_microbatches))
