@@ -135,6 +135,7 @@ def differences(found: Profile, file: Path) -> dict[str, float]:
     return apart
 
 
+@pytest.mark.slow
 def test_the_plugin_lists_every_layer_with_the_seconds_of_its_ranges(tmp_path: Path) -> None:
     found, file = traced(tmp_path)
     content = json.loads(file.read_text(encoding="utf-8"))

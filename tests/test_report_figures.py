@@ -104,7 +104,14 @@ def test_the_timeline_is_every_action_of_both_steps() -> None:
     assert figure.axes[0].get_xlim() == figure.axes[1].get_xlim()
 
 
-@pytest.mark.parametrize("plan", [drawn_plan(8, 2, 2), PLAN, LARGE], ids=["2 stages", "4 stages", "64 stages"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(drawn_plan(8, 2, 2), id="2 stages", marks=pytest.mark.slow),
+        pytest.param(PLAN, id="4 stages", marks=pytest.mark.slow),
+        pytest.param(LARGE, id="64 stages"),
+    ],
+)
 @pytest.mark.parametrize("view", VIEWS)
 def test_no_two_words_are_written_over_one_another(plan: Plan, view: str) -> None:
     """Legible from 2 to 64 stages: what is written keeps clear of other writing, and inside the figure."""
