@@ -15,6 +15,7 @@ from drawn_plans import drawn_plan
 from given import given_plan, given_profile
 
 from partitioner import cli, errors
+from partitioner.forecast import CapacityReport
 from partitioner.plan import Plan, load
 from partitioner.profiles import Profile
 from partitioner.report import render
@@ -495,6 +496,36 @@ def test_an_output_that_cannot_be_written_is_named(run: Any, folder: Path) -> No
     ran = run("plan", "--profile", "p.json", "--gpus", "2xT4", "--batch-size", "8", "-o", "no/such/plan.json")
     assert ran.code == 2
     assert "cannot write no/such/plan.json" in ran.err
+
+
+WIDE = """
+import torch
+from torch import nn
+
+def make():
+    layers = [nn.Linear(8192, 8192, bias=False) for _ in range(24)]
+    return nn.Sequential(*layers), torch.zeros(1, 8192)
+"""
+
+
+@pytest.mark.parametrize(("gpus", "code", "said"), [("2xA100-80GB", 0, "verdict: fits"), ("1xT4", 3, "does not fit")])
+def test_capacity_says_whether_it_fits_and_exits_so(run: Any, folder: Path, gpus: str, code: int, said: str) -> None:
+    (folder / "wide.py").write_text(WIDE, encoding="utf-8")
+    ran = run("capacity", "wide:make", "--gpus", gpus, "--batch", "4", "--no-curve", "--most-devices", "1")
+    assert ran.code == code and said in ran.out
+    assert f"Capacity of {gpus[0]} x" in ran.out
+
+
+def test_capacity_as_json_with_changes_is_a_report(run: Any, folder: Path) -> None:
+    (folder / "wide.py").write_text(WIDE, encoding="utf-8")
+    ran = run(
+        *("capacity", "wide:make", "--gpus", "2xH100", "--batch", "4", "--mesh", "pp=2,tp=1,dp=1", "--json"),
+        *("--what-if", "precision=bf16-mixed", "--what-if", "batch_size=8,16", "-o", "report.json"),
+    )
+    report = CapacityReport.model_validate_json(ran.out)
+    assert ran.code == 0 and report == CapacityReport.load("report.json")
+    assert [one.change for one in report.variations] == ["precision=bf16-mixed", "batch_size=8", "batch_size=16"]
+    assert report.best.mesh == {"tp": 1, "pp": 2, "dp": 1}
 
 
 def test_doctor_tells_what_is_here(run: Any) -> None:

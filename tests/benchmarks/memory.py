@@ -26,6 +26,7 @@ from published_models import Attention, Block, Dimensions, Model
 from published_runs import SOFTWARE, Row, Run, _run, number, rows_of
 from torch import nn
 
+from partitioner.errors import PartitionerError
 from partitioner.graph import CostGraph
 from partitioner.memory import Spread, rank_memory
 from partitioner.plan import MemoryItems
@@ -236,8 +237,12 @@ def cases(truth: Path, only: Iterable[str] = ()) -> Iterator[Case]:
                 continue
             asked = {**row, "iter_time_s": row["iter_time_s"] or "1", "oom": ""}
             run = _run(source, asked, SOFTWARE[source])
-            if run is not None:
+            if run is None:
+                continue
+            try:
                 yield counter.case(run, row)
+            except PartitionerError as error:
+                print(f"{row['row_id']} is left out: {error}", file=sys.stderr)
 
 
 def first_half(row_id: str) -> bool:
