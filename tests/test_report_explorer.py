@@ -83,6 +83,18 @@ def test_what_does_not_fit_is_said(explorer: Explorer) -> None:
     assert shown(explorer)["memory"][0] == "stage 0 does not fit"
 
 
+def test_stages_that_recompute_go_on_doing_so() -> None:
+    stages = tuple(stage.model_copy(update={"recompute": stage.index == 1}) for stage in PLAN.stages)
+    exploration = Exploration(PLAN.model_copy(update={"stages": stages}))
+    moved = exploration.at((9, 20, 30), 8, "1f1b")
+    assert [stage.recompute for stage in moved.stages] == [False, True, False, False]
+    before = Exploration(PLAN).at((9, 20, 30), 8, "1f1b").prediction.stages
+    after = moved.prediction.stages
+    assert after[1].backward_s == pytest.approx(before[1].backward_s + before[1].forward_s)
+    assert after[1].memory.activations < before[1].memory.activations
+    assert after[0].backward_s == before[0].backward_s
+
+
 def test_interleaved_stages_keep_their_ranks() -> None:
     plan = drawn_plan(schedule="interleaved", stages_a_rank=2)
     exploration = Exploration(plan)

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
 
 from partitioner.graph import CostGraph
-from partitioner.plan import Alternative, Plan
+from partitioner.plan import Alternative, Plan, Prediction
 from partitioner.profiles import write_whole
 from partitioner.report import plan_parts
 from partitioner.report.blocks import Facts, Table
@@ -223,23 +223,34 @@ def why_slower(plan: Plan, other: Alternative) -> str:
         return "does not fit"
     slower = f"{percent(other.step_s / total_s - 1)} slower"
     cuts = [sum(other.stage_sizes[: k + 1]) for k in range(len(other.stage_sizes) - 1)]
-    theirs = predict(
-        CostGraph(plan.profile),
-        plan.cluster,
-        plan.training,
-        mesh=other.mesh,
-        schedule=other.schedule,
-        num_microbatches=other.num_microbatches,
-        cuts=cuts,
-    )
-    if abs(theirs.step_s + theirs.optimizer_s - other.step_s) > 1e-6 * other.step_s:
-        return slower  # it ran on other ranks, or on what this file does not hold
+    theirs = next((one for one in _simulated(plan, other, cuts) if _takes(one, other.step_s)), None)
+    if theirs is None:
+        return slower  # it ran on other ranks, or recomputed some stages: this file does not say which
     names = type(ours.lost).model_fields
     more_s = {name: getattr(theirs.lost, name) * other.step_s - getattr(ours.lost, name) * total_s for name in names}
     worst = max(more_s, key=lambda name: more_s[name])
     if more_s[worst] <= SMALL * total_s:
         return slower
     return f"{slower}: {seconds(more_s[worst])} a step more to {LOSSES[worst][0]}"
+
+
+def _simulated(plan: Plan, other: Alternative, cuts: Sequence[int]) -> Iterator[Prediction]:
+    """The alternative's step, without recomputation and with it."""
+    for recompute in (False, True):
+        yield predict(
+            CostGraph(plan.profile),
+            plan.cluster,
+            plan.training,
+            mesh=other.mesh,
+            schedule=other.schedule,
+            num_microbatches=other.num_microbatches,
+            cuts=cuts,
+            recompute=[recompute] * len(other.stage_sizes),
+        )
+
+
+def _takes(prediction: Prediction, total_s: float) -> bool:
+    return abs(prediction.step_s + prediction.optimizer_s - total_s) <= 1e-6 * total_s
 
 
 def _provenance(plan: Plan) -> str:

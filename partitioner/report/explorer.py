@@ -10,7 +10,7 @@ from typing import Any
 from partitioner.costs import Baseline, single_device
 from partitioner.errors import ArgumentError, SetupError
 from partitioner.graph import CostGraph
-from partitioner.plan import Plan, Stage
+from partitioner.plan import Plan
 from partitioner.report import plan_parts
 from partitioner.report.blocks import Drawing, Page, Table
 from partitioner.report.gantt_svg import gantt_svg
@@ -73,10 +73,12 @@ class Exploration:
             num_microbatches=num_microbatches,
             cuts=cuts,
             ranks=ranks,
+            recompute=[stage.recompute for stage in plan.stages],
             baseline=self._baseline,
         )
         stages = tuple(
-            Stage(index=k, layers=layers, ranks=ranks[k]) for k, layers in enumerate(self.graph.stage_ids(cuts))
+            stage.model_copy(update={"layers": layers})
+            for stage, layers in zip(plan.stages, self.graph.stage_ids(cuts), strict=True)
         )
         changes = {
             "schedule": schedule,
