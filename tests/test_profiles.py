@@ -188,3 +188,19 @@ def test_trainable_element_bytes_is_the_mean_width_of_what_is_trained() -> None:
     assert given_profile(parameters=(half, frozen)).trainable_element_bytes == 2
     assert given_profile(parameters=(half, full)).trainable_element_bytes == 3
     assert given_profile(parameters=(frozen,)).trainable_element_bytes == 4
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("forward_s", -1.0), ("backward_s", 1e12), ("saved_bytes", -5), ("saved_bytes", 2**70), ("forward_s", None)],
+)
+def test_a_cost_that_cannot_be_is_refused_with_the_name_of_its_field(field, value, tmp_path):
+    data = json.loads(given_profile().model_dump_json())
+    if value is None:
+        del data["layers"][2]["costs"][1][field]
+    else:
+        data["layers"][2]["costs"][1][field] = value
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(ArgumentError, match=rf"is not a Profile: layers\.2\.costs\.1\.{field}: "):
+        Profile.load(path)

@@ -281,9 +281,13 @@ def cheapest_split(chain: Chain, bottleneck: float = math.inf, lines: Lines | No
     lines: what else each stage keeps to. Boundaries are looked at where two walks say that they can be, w positions
     each. Seconds are differences of prefix sums, so without memory the minimum is one over a sliding window: O(w log w)
     a stage. Memory narrows the window where it is monotone (`roomy`); where the split so found does not fit (`fits` is
-    not monotone: what crosses a cut can be wide or narrow), or where stages may recompute, every pair of the windows is
-    looked at, O(w^2) a stage.
+    not monotone: what crosses a cut can be wide or narrow), every pair of the windows is looked at, O(w^2) a stage, and
+    so it is where stages must recompute. They do so only where no split keeps within the bottleneck without.
     """
+    if chain.again_s is not None:
+        without = cheapest_split(replace(chain, again_s=None), bottleneck, lines)
+        if without is not None:
+            return without
     every = chain.within(bottleneck)
     if lines is not None:
         every = [(*own, *more) for own, more in zip(every, lines, strict=True)]

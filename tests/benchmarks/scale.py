@@ -4,7 +4,8 @@ usage: python tests/benchmarks/scale.py [--layers N ...] [--devices N ...] [--js
 
 Searched are every mesh that uses all devices, every micro-batch count that divides a replica's samples (8 and more: the
 batch is 128 samples a device), 1f1b and gpipe, recomputation where a stage needs it, and all cuts, under one limit of
-memory that makes stages necessary. Layers cost, send and hold uneven amounts, at random; "branching" models have blocks
+memory that makes stages necessary. Seconds are those of the processor, of which the search uses one, so that other
+work on the machine does not count. Layers cost, send and hold uneven amounts, at random; "branching" models have blocks
 of branches that meet again, and skips from their first half to their second; "repeated" ones are transformers of equal
 layers. Peak memory is that of a process of its own, less what it takes before it solves.
 """
@@ -85,9 +86,9 @@ def measured(num_layers: int, num_devices: int, kind: str) -> Row:
         Training(batch_size=SAMPLES_A_DEVICE * num_devices, recompute="auto"),
     )
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    start = time.perf_counter()
+    start = time.process_time()
     plan = solve(profile, there, training)
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     return Row(
         num_layers,
