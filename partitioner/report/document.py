@@ -12,6 +12,7 @@ from html import escape
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from partitioner.graph import CostGraph
 from partitioner.plan import Alternative, Plan, Prediction
@@ -270,10 +271,7 @@ def _provenance(plan: Plan) -> str:
     if len(set(cluster.nodes)) > 1:
         facts.append(("links between nodes", cluster.inter.source or "given"))
     facts += [
-        (
-            name.removesuffix("_bytes").replace("_", " "),
-            format_bytes(value) if name.endswith("limit_bytes") else str(value),
-        )
+        (name.removesuffix("_bytes").replace("_", " "), _setting(name, value))
         for name, value in training.model_dump().items()
         if value not in (None, {}, "") and name not in ("pin", "optimizer_bytes")
     ]
@@ -286,6 +284,15 @@ def _provenance(plan: Plan) -> str:
         facts.append(("torch", profile.torch_version))
     facts.append(("partitioner", _version()))
     return _sentences(plan_parts.reasons(plan)) + block_html(Facts(tuple(facts)))
+
+
+def _setting(name: str, value: Any) -> str:
+    """A field of Training in words."""
+    if name.endswith("_bytes"):
+        return format_bytes(value)
+    if isinstance(value, dict):
+        return mesh(value)
+    return ", ".join(value) if isinstance(value, (list, tuple)) else str(value)
 
 
 def _sentences(lines: Sequence[str]) -> str:

@@ -17,7 +17,7 @@ def frame(height: float, said: str, inside: str, *, kind: str = "", details: str
     return (
         f'<div class="pt-scroll" role="region" tabindex="0" aria-label="{escape(said)}">'
         f'<svg class="{kind}" viewBox="0 0 {WIDTH} {short(height)}" role="img" aria-label="{escape(said)}" '
-        f'style="width:100%;min-width:680px;height:auto"{details}>{inside}</svg></div>'
+        f'style="width:100%;min-width:880px;height:auto"{details}>{inside}</svg></div>'
     )
 
 
