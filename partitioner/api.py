@@ -145,15 +145,19 @@ def partition(
 def _checked(plan: Plan, model: nn.Module, batch: MicroBatch, loss: Loss, seed: int, notes: list[str]) -> Plan:
     """The plan, or the best one without the cuts, or the recomputation, with which the model gives other numbers."""
     count = max(1, batch.samples // plan.microbatch_samples)
-    part = Cutter(plan.training.batch_dim).cut(batch.args, batch.kwargs, batch.target, count)[0]
+    part, *more = Cutter(plan.training.batch_dim).cut(batch.args, batch.kwargs, batch.target, count)
+    second = more[0] if more else None
     while plan.num_stages > 1 or any(stage.recompute for stage in plan.stages):
         again = [layer for stage in plan.stages if stage.recompute for layer in stage.layers]
         try:
-            check_split(model, plan.profile, plan.stage_of(), part, loss, recompute=again, seed=seed)
+            check_split(model, plan.profile, plan.stage_of(), part, loss, second=second, recompute=again, seed=seed)
             break
         except (UnsupportedModelError, RuntimeError) as error:
             try:
-                if again and check_split(model, plan.profile, plan.stage_of(), part, loss, seed=seed) >= 0:
+                if (
+                    again
+                    and check_split(model, plan.profile, plan.stage_of(), part, loss, second=second, seed=seed) >= 0
+                ):
                     plan = _without_recomputation(plan, error, notes)
                     continue
             except UnsupportedModelError:

@@ -38,7 +38,7 @@ def check_split(
     recompute: Collection[str] = (),
     seed: int = 0,
 ) -> float:
-    """The worst relative difference of the loss and of any gradient, sliced against unsliced; the model is untouched.
+    """The worst relative difference of loss, gradients and buffers, sliced against unsliced; the model is untouched.
 
     Two rounds, the second (of `second`, or of `part` again) from the state in which the first left the model. Each
     stage keeps a state of its own, as on its own rank: what another stage leaves on a module does not reach it.
@@ -49,11 +49,17 @@ def check_split(
     """
     rounds = (part, second or part)
     stages = range(max(stage_of.values()) + 1)
+    spoken_for: dict[int, list[str]] = {stage: [] for stage in stages}
+    for buffer in profile.buffers:
+        spoken_for[max(stage_of[layer] for layer in buffer.layers)].append(buffer.names[0])
     with untouched(model) as start, torch.enable_grad():
 
-        def whole() -> list[dict[str, torch.Tensor]]:
+        def whole() -> list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
             start.restore()
-            return [_results(model, seed + k, _plain, one, loss) for k, one in enumerate(rounds)]
+            names = [name for mine in spoken_for.values() for name in mine]
+            return [
+                (_results(model, seed + k, _plain, one, loss), _buffers(model, names)) for k, one in enumerate(rounds)
+            ]
 
         expected = whole()
         start.restore()
@@ -62,14 +68,16 @@ def check_split(
             slices = [Slice(model, profile, stage_of, stage) for stage in stages]
             states = [ModelState(model)] * len(slices)
             for k, one in enumerate(rounds):
-                found = _results(model, seed + k, _sliced, one, loss, slices, states, seed + k)
-                error, whose = worst_difference(expected[k], found)
-                if not error <= worst:
-                    worst, where = error, whose
+                held: dict[str, torch.Tensor] = {}
+                found = _results(model, seed + k, _sliced, one, loss, slices, states, spoken_for, held, seed + k)
+                for error, whose in map(worst_difference, expected[k], (found, held)):
+                    if not error <= worst:
+                        worst, where = error, whose
         if not worst <= TOLERANCE:
             own = 0.0
             for _ in range(OWN_REPEATS):
-                own = max(own, *(worst_difference(a, b)[0] for a, b in zip(expected, whole(), strict=True)))
+                for first, again in zip(expected, whole(), strict=True):
+                    own = max(own, *(error for error, _ in map(worst_difference, first, again)))
                 if worst <= 2 * own:
                     break
             else:
@@ -78,15 +86,26 @@ def check_split(
 
 
 def _sliced(
-    model: nn.Module, part: MicroBatch, loss: Loss, slices: Sequence[Slice], states: list[ModelState], seed: int
+    model: nn.Module,
+    part: MicroBatch,
+    loss: Loss,
+    slices: Sequence[Slice],
+    states: list[ModelState],
+    spoken_for: Mapping[int, Sequence[str]],
+    held: dict[str, torch.Tensor],
+    seed: int,
 ) -> torch.Tensor:
-    """One step in stages; `states` are the model's as each stage knows it, before and then after."""
+    """One step in stages; `states` are the model's as each stage knows it, before and then after.
+
+    `held` gets the buffers as the stages have them that speak for them.
+    """
     here: int | None = None
 
     def change(stage: int | None) -> None:
         nonlocal here
         if here is not None:
             states[here] = ModelState(model)
+            held.update(_buffers(model, spoken_for[here]))
         here = stage
         if here is not None:
             states[here].restore()
@@ -123,6 +142,15 @@ def _plain(model: nn.Module, part: MicroBatch, loss: Loss) -> torch.Tensor:
     if value.requires_grad:  # not where nothing at all is trained
         value.backward()  # type: ignore[no-untyped-call]
     return value.detach()
+
+
+def _buffers(model: nn.Module, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    found = {f"the buffer {name}": buffers[name].detach() for name in names if name in buffers}
+    return {
+        name: tensor.clone() if tensor.is_complex() else tensor.to(torch.float64, copy=True)
+        for name, tensor in found.items()
+    }
 
 
 def _results(model: nn.Module, seed: int, run: Callable[..., torch.Tensor], *given: Any) -> dict[str, torch.Tensor]:
