@@ -79,7 +79,7 @@ def step_in_any_order(loads: Loads, microbatches: int) -> Ordered:
 
 
 def _bound(loads: Loads, ideals: Flags, total: float, m: int, seconds: float) -> float:
-    """With no stage over T, the boundary after stage s of q has total - (q - s) T to s T of the work before it: what is
+    """With nothing over T, the boundary after stage s of q has total - (q - s) T to s T of the work before it: what is
     least alive there, over slices of T.
     """
     parts = [Search(loads, ideals[k : k + CHUNK]) for k in range(1, len(ideals) - 1, CHUNK)]  # no stage is empty
@@ -88,17 +88,16 @@ def _bound(loads: Loads, ideals: Flags, total: float, m: int, seconds: float) ->
     order = np.argsort(work, kind="stable")
     work, alive = work[order], alive[order]
     least, low = math.inf, average_bound(loads)
-    if m > 1:
-        most = max((seconds - total) / (m - 1), low)
-    else:
-        most = total
+    most = max((seconds - total) / (m - 1), low) if m > 1 else total
+    rounding = CLOSE * total
     while low <= most:
         high = low * (1 + SLICE)
         for q in range(max(1, math.ceil(total / high - CLOSE)), loads.kinds[0].count + 1):
             moved = 0.0
             for s in range(1, q):
-                first, last = np.searchsorted(work, (total - (q - s) * high - CLOSE * total, s * high + CLOSE * total))
-                moved += float(alive[first:last].min(initial=math.inf))
+                first, last = np.searchsorted(work, (total - (q - s) * high - rounding, s * high + rounding))
+                there = float(alive[first:last].min(initial=math.inf))
+                moved += there if there <= high else math.inf
             least = min(least, total + moved + (m - 1) * low)
         low = high
     return min(least, seconds)

@@ -330,3 +330,21 @@ def latency(graph: Graph, values: dict[str, str], parts: Sequence[tuple[str, Seq
                 finish[one] = start + moved + sum(by_id[name]["accelerator_time"] for name in parts[one[1]][1])
         waiting = [one for one in waiting if one not in finish]
     return max(finish.values())
+
+
+def train(graph: Graph, values: dict[str, str], parts: Sequence[Sequence[str]], rate: float) -> float:
+    """One micro-batch through all stages and over all boundaries, and the slowest once more for each other one."""
+    _in_order(graph, parts)
+    assert len(parts) <= int(values["stages"]) and all(parts)
+    by_name = {node["id"]: node for node in graph["nodes"]}
+    place = {name: k for k, part in enumerate(parts) for name in part}
+    last: dict[str, int] = {}
+    for tail, head, _ in graph["edges"]:
+        if tail in place and head in place:
+            last[tail] = max(last.get(tail, 0), place[head])
+    work = [sum(_seconds(by_name[name]) for name in part) for part in parts]
+    moved = [
+        2 * sum(by_name[name]["activation_bytes"] for name, end in last.items() if place[name] < k <= end) / rate
+        for k in range(1, len(parts))
+    ]
+    return sum(work) + sum(moved) + (int(values["microbatches"]) - 1) * max(work + moved)

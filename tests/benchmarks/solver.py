@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import graph_checks as checks
 import numpy as np
 
+from partitioner.solver.branching import step_in_any_order
 from partitioner.solver.chain import Chain, cheapest_split, smallest_bottleneck
 from partitioner.solver.ideals import as_flags
 from partitioner.solver.latency import least_latency
@@ -59,7 +60,7 @@ def main() -> None:
         if args.names in path.name:
             with gzip.open(path, "rt") as file:
                 graph = json.load(file)
-            for setting, known in graph["known"].items():
+            for setting, known in [*graph["known"].items(), *branching_settings(graph)]:
                 if (row := measure(graph, setting, known)) is not None:
                     rows.append(row)
                     print(line(row), flush=True)
@@ -314,6 +315,38 @@ def solve_dapple(graph: Graph, setting: str, values: dict[str, str], known: dict
     )
 
 
+BRANCHING = ("stages=2,microbatches=8", "stages=4,microbatches=8", "stages=4,microbatches=32")
+BYTES_PER_S = 12.5e9
+
+
+def branching_settings(graph: Graph) -> list[tuple[str, dict[str, Any]]]:
+    """A step of synchronous training, of files of layers with branches that no reference has solved."""
+    tails = [tail for tail, _, _ in graph["edges"]]
+    if graph["family"] not in ("pipedream", "dapple") or len(set(tails)) == len(tails) or graph.get("states"):
+        return []
+    return [(setting, {"objective_def": "train", "objective": None, "solver": ""}) for setting in BRANCHING]
+
+
+def solve_train(graph: Graph, setting: str, values: dict[str, str], known: dict[str, Any]) -> Solved:
+    """Stages in any order that the edges allow; every tensor goes over each boundary that it is alive at, and back."""
+    nodes, microbatches = kept(graph), int(values["microbatches"])
+    position = {node["id"]: k for k, node in enumerate(nodes)}
+    nets: dict[int, set[int]] = {}
+    for tail, head, _ in graph["edges"]:
+        if tail in position and head in position:
+            nets.setdefault(position[tail], {position[tail]}).add(position[head])
+    loads = Loads(
+        tuple((u, v) for u, net in nets.items() for v in net - {u}),
+        tuple(tuple(sorted(net)) for net in nets.values()),
+        np.array([2 * float(nodes[u]["activation_bytes"]) / BYTES_PER_S for u in nets]),
+        np.zeros(len(nodes)),
+        (Kind(int(values["stages"]), np.array([seconds_of(node) for node in nodes])),),
+    )
+    found = step_in_any_order(loads, microbatches)
+    parts = [[nodes[v]["id"] for v in stage] for stage in found.stages]
+    return (found.seconds, found.lower_bound), lambda: checks.train(graph, values, parts, BYTES_PER_S)
+
+
 def solve_even(graph: Graph, setting: str, values: dict[str, str], known: dict[str, Any]) -> Solved:
     """Stages in an order that the edges allow, work alone counted."""
     nodes, k = kept(graph), int(values["k"])
@@ -460,6 +493,7 @@ SOLVERS: dict[str, Callable[[Graph, str, dict[str, str], dict[str, Any]], Solved
     "pipedream": solve_pipedream,
     "pipedream_hier": solve_pipedream_servers,
     "dapple": solve_dapple,
+    "train": solve_train,
     "pippy": solve_even,
     "piper": solve_piper,
     "dnnp_contig": solve_loads,
