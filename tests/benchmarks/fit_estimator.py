@@ -220,11 +220,9 @@ def search(parts: list[Part], begin: Constants, rounds: int, only: list[str]) ->
     return best
 
 
-def table(parts: list[Part], fitted: Constants) -> dict[str, float]:
-    return {
-        source: 100 * statistics.fmean(abs(math.exp(one) - 1) for one in group)
-        for source, group in errors(parts, fitted).items()
-    }
+def table(found: dict[str, list[float]]) -> dict[str, float]:
+    """Mean absolute error of each source, percent."""
+    return {source: 100 * statistics.fmean(abs(math.exp(one) - 1) for one in group) for source, group in found.items()}
 
 
 def all_parts(truth: Path, most: int, split: str) -> list[Part]:
@@ -248,21 +246,21 @@ def main() -> None:
     arguments = parser.parse_args()
     begun = time.perf_counter()
     fit_parts = all_parts(arguments.truth, arguments.most, "fit")
-    check_parts = all_parts(arguments.truth, 10**9, "check")
     begin = dataclasses.replace(constants(), error_band=0.0)
     if arguments.afresh:
         begin = Constants(**{name: start for name, (start, _, _) in START.items()})
     fitted = search(fit_parts, begin, arguments.rounds, arguments.only)
-    ours, others = table(fit_parts, fitted), table(check_parts, fitted)
+    found = errors(all_parts(arguments.truth, 10**9, "fit"), fitted)
+    left = errors(all_parts(arguments.truth, 10**9, "check"), fitted)
+    ours, others = table(found), table(left)
     print(f"{'source':44}{'fit %':>8}{'check %':>9}")
     for source in ours:
         print(f"{source:44}{ours[source]:8.1f}{others.get(source, math.nan):9.1f}")
-    steps = {source: value for source, value in others.items() if not source.startswith(("op ", "all-reduce"))}
-    spread = [abs(one) for source, group in errors(check_parts, fitted).items() if source in steps for one in group]
-    by_source = [statistics.quantiles([abs(x) for x in group], n=3)[1] for source, group in
-                 errors(check_parts, fitted).items() if source in steps and len(group) > 2]  # fmt: skip
-    band = statistics.fmean(by_source)
-    print(f"band (two of three check rows, mean over sources): {band:.3f}; rows {len(spread)}")
+    steps = {source: group for source, group in left.items() if not source.startswith(("op ", "all-reduce"))}
+    band = statistics.fmean(statistics.quantiles(map(abs, group), n=3)[1] for group in steps.values() if len(group) > 2)
+    print(
+        f"band: two of three check rows lie within {band:.3f}, mean over sources; {sum(map(len, steps.values()))} rows"
+    )
     for name in START:
         print(f"  {name} = {getattr(fitted, name):.6g}")
     print(f"{time.perf_counter() - begun:.0f} s")
