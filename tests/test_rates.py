@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from partitioner.errors import ArgumentError
@@ -39,6 +39,7 @@ def test_one_tile_more_than_a_wave_costs_another_wave_of_the_smallest_tile_that_
     assert more == pytest.approx(2 * whole)
 
 
+@settings(deadline=None)
 @given(
     st.floats(1, 20_000),
     st.floats(1, 20_000),

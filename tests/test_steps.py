@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from partitioner.errors import ArgumentError
@@ -111,6 +111,7 @@ def test_a_cluster_brings_its_own_links() -> None:
     assert training_step(WORK, slow, layout).dp_s > 2 * training_step(WORK, cluster, layout).dp_s
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0.1, 10), min_size=2, max_size=8), st.integers(1, 4))
 def test_balanced_cuts_are_those_of_brute_force(seconds: list[float], stages: int) -> None:
     stages = min(stages, len(seconds))
