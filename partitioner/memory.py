@@ -35,24 +35,38 @@ def stage_memory(
 ) -> MemoryItems:
     """Bytes that one rank of `stage` holds at its peak, by what they are for. The stages are those of `cuts`.
 
-    num_ranks: of the pipeline; None is one stage a rank. Of several stages on a rank, each at its own peak.
+    num_ranks: of the pipeline; None is one stage a rank. Of several stages on a rank, each has what it holds when the
+    rank holds the most, and what the rank has once stands with its first stage: together they are the rank's peak, but
+    for the gradients on their way, which only the stage at work has.
     recompute: layers keep what they received and run again in their backward, one at a time.
     `overhead` is the device's own; the total is to be held against `memory_limit(device, training)`.
     """
-    first, last = graph.bounds(cuts)[stage]
+    bounds, num_stages = graph.bounds(cuts), len(cuts) + 1
     samples = training.batch_size / (num_replicas * num_microbatches)
-    held = in_flight(schedule, stage, len(cuts) + 1, num_microbatches, num_ranks=num_ranks)
-    items = interval_memory(
-        graph,
-        training,
-        first,
-        last,
-        samples=samples,
-        held=held,
-        replicated=num_replicas > 1,
-        spread=Spread(recompute="always" if recompute else "never"),
-    )
-    return MemoryItems(**{name: math.ceil(value) for name, value in items.items()}, overhead=device.overhead_bytes)
+
+    def items_of(stages: slice | int, held: ArrayLike) -> dict[str, Any]:
+        first, last = np.array(bounds)[stages].T
+        return interval_memory(
+            graph,
+            training,
+            first,
+            last,
+            samples=samples,
+            held=held,
+            replicated=num_replicas > 1,
+            spread=Spread(recompute="always" if recompute else "never"),
+        )
+
+    if num_ranks is None or num_ranks == num_stages:
+        items = items_of(stage, in_flight(schedule, stage, num_stages, num_microbatches))
+        return MemoryItems(**{name: math.ceil(value) for name, value in items.items()}, overhead=device.overhead_bytes)
+    none, one = (sum(items_of(slice(None), count).values()) for count in (0, 1))
+    held = _held_at_peak(schedule, num_stages, num_microbatches, num_ranks, np.asarray(one - none))
+    items = items_of(stage, held[stage])
+    if stage >= num_ranks:
+        items["buffers"] = items["buffers"] - graph.profile.buffer_bytes
+    overhead = device.overhead_bytes if stage < num_ranks else 0
+    return MemoryItems(**{name: math.ceil(value) for name, value in items.items()}, overhead=overhead)
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,8 @@ class Stage(Frozen):
 class StagePrediction(Frozen):
     """One stage's share of a step, on its slowest replica; compute + communication + idle = the step.
 
-    Where a rank has several stages, those of them all add up to the step, its idle time in equal parts.
+    Where a rank has several stages, those of them all add up to the step, its idle time in equal parts, and `memory` is
+    what a stage holds when its rank holds the most.
     """
 
     forward_s: Seconds

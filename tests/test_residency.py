@@ -141,6 +141,24 @@ def test_the_peak_is_what_memory_says_of_a_stage(schedule):
             assert one.peak.total == pytest.approx(max(said.total - bucket, one.peak.total * bool(one.peak.buckets)))
 
 
+@pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble-v"])
+def test_what_the_stages_of_a_rank_hold_is_its_peak_together(schedule):
+    rng = random.Random(24)
+    for _ in range(10):
+        plan = random_plan(rng, schedule)
+        costs = CostGraph(plan.profile).at(1)
+        for one in residency(plan, simulate(plan)):
+            own = [stage.index for stage in plan.stages if one.rank in stage.ranks]
+            first = [CostGraph(plan.profile).position[plan.stages[k].layers[0]] for k in own]
+            ways = [(i, i + len(plan.stages[k].layers)) for i, k in zip(first, own, strict=True)]
+            passing = sum(float(costs.received_gradient(*way) + costs.sent_gradient(*way)) for way in ways)
+            together = sum(
+                plan.prediction.stages[k].memory.total - plan.prediction.stages[k].memory.buckets for k in own
+            )
+            held = one.total_bytes - one.items["buckets"]
+            assert held.max() - 1e-6 <= together <= held.max() + passing + 10 * len(own)
+
+
 def test_the_order_found_for_a_plan_stays_within_its_devices():
     """Room for three, then two micro-batches on every rank, where the textbook holds four."""
     profile = chain([1.0] * 8, [2.0] * 8, saved_bytes=100, tensor_bytes=1)
