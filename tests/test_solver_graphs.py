@@ -13,7 +13,13 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent / "benchmarks"))
 
 import graph_checks as checks
+import models
 import solver
+
+import partitioner as pt
+from partitioner.graph import CostGraph
+from partitioner.solver.branching import loads_of, step_in_any_order
+from partitioner.specs import Link
 
 SETTINGS = {
     "aceso_gpt_1_3B_layers": ["minmax,k=8,solver=exact", "alpa,dev=4,B=8,bw=12.5e9,M=17179869184"],
@@ -65,3 +71,12 @@ def test_a_split_that_loses_a_layer_or_breaks_a_limit_does_not_pass_the_checks()
     with pytest.raises(AssertionError, match="memory"):
         checks.loads(loaded, values, [("accelerator", ids)], in_order=True)
     assert checks.loads(loaded, {"k": "6"}, [("accelerator", ids)], in_order=True) == pytest.approx(217.813)
+
+
+def test_a_captured_u_net_is_split_within_two_percent_of_what_any_order_allows() -> None:
+    case = models.unet()
+    profile = pt.estimate(case.model, case.inputs, loss_fn=case.loss_fn, example_target=case.target, max_share=1 / 64)
+    graph = CostGraph(profile)
+    found = step_in_any_order(loads_of(graph, 1, Link.of(2e-6, 3e11), 4), microbatches=8)
+    assert len(found.stages) == 4 and found.gap < 0.02
+    assert sorted(v for stage in found.stages for v in stage) == list(range(graph.num_layers))
