@@ -86,43 +86,49 @@ class Study:
         """The layers, as captured with the larger of two micro-batch sizes."""
         if length not in self._captured:
 
-            def found(sizes: Sizes) -> Capture:
-                args, kwargs, _ = self.part(sizes[1], length)
-                try:
-                    return capture(bare_copy(self.model), args, kwargs, max_share=self.max_share)
-                except (NotImplementedError, RuntimeError) as error:
-                    raise UnsupportedModelError(
-                        f"the model cannot be followed without values: {str(error).splitlines()[0]}; measure it with "
-                        "profile() instead"
-                    ) from error
+            def found(dtype: torch.dtype | None) -> Capture:
+                def at(sizes: Sizes) -> Capture:
+                    args, kwargs, _ = self.part(sizes[1], length, dtype)
+                    try:
+                        return capture(bare_copy(self.model, dtype), args, kwargs, max_share=self.max_share)
+                    except (NotImplementedError, RuntimeError) as error:
+                        raise UnsupportedModelError(
+                            f"the model cannot be followed without values: {str(error).splitlines()[0]}; measure it "
+                            "with profile() instead"
+                        ) from error
 
-            self._captured[length] = at_two_sizes(found)
+                return at_two_sizes(at)
+
+            self._captured[length] = _in_some_width(found, None)
         return self._captured[length]
 
     def work(self, length: int | None = None) -> ModelWork:
         """Kernels, recorded in 32 bits."""
         if length not in self._works:
-            captured = self.captured(length)
-
-            def followed(bare: nn.Module, stands_for: dict[str, str]) -> ModelWork:
-                layers = [layer.id for layer in captured.layers if layer.id not in stands_for]
-
-                def recorded(sizes: Sizes) -> ModelWork:
-                    args, kwargs, target = self.part(sizes[1], length, torch.float32)
-                    return record_work(
-                        bare,
-                        kwargs or args,
-                        layers,
-                        loss_fn=_bare_loss(self.loss_fn, torch.float32),
-                        example_target=target,
-                        batch_dim=self.batch_dim,
-                        sizes=sizes,
-                    )
-
-                return _complete(at_two_sizes(recorded), captured, stands_for)
-
-            self._works[length] = self._shortened(torch.float32, captured, followed)
+            self._works[length] = _in_some_width(lambda dtype: self._work(dtype, length), torch.float32)
         return self._works[length]
+
+    def _work(self, dtype: torch.dtype | None, length: int | None) -> ModelWork:
+        captured = self.captured(length)
+
+        def followed(bare: nn.Module, stands_for: dict[str, str]) -> ModelWork:
+            layers = [layer.id for layer in captured.layers if layer.id not in stands_for]
+
+            def recorded(sizes: Sizes) -> ModelWork:
+                args, kwargs, target = self.part(sizes[1], length, dtype)
+                return record_work(
+                    bare,
+                    kwargs or args,
+                    layers,
+                    loss_fn=_bare_loss(self.loss_fn, dtype),
+                    example_target=target,
+                    batch_dim=self.batch_dim,
+                    sizes=sizes,
+                )
+
+            return _complete(at_two_sizes(recorded), captured, stands_for)
+
+        return self._shortened(dtype, captured, followed)
 
     def footprints(self, dtype: torch.dtype | None, length: int | None = None) -> tuple[Sizes, list[Footprint]]:
         """What each layer holds at two micro-batch sizes, floating-point tensors in `dtype` (None: as they are)."""
@@ -247,6 +253,18 @@ def at_two_sizes(make: Callable[[Sizes], Made]) -> Made:
         return make((1, 2))
     except (ValueError, UnsupportedModelError):
         return make((2, 4))
+
+
+def _in_some_width(make: Callable[[torch.dtype | None], Made], dtype: torch.dtype | None) -> Made:
+    """In `dtype`, or in 16 bits where the model's kernels take nothing else."""
+    try:
+        return make(dtype)
+    except UnsupportedModelError:
+        try:
+            return make(torch.bfloat16)
+        except UnsupportedModelError:
+            pass
+        raise
 
 
 def _repeated(captured: Capture, model: nn.Module) -> dict[str, list[str]]:
