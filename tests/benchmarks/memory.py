@@ -1,9 +1,9 @@
 """Score predicted memory against published peaks: python tests/benchmarks/memory.py --truth DIR [--json out.json]
 
 A line a source: rows, mean and median error, bias; the mean of each half of the rows. The figures of the allocator's
-slack and of a communicator (hardware.toml) were chosen over the rows that nvidia-smi measured, BLOOM's, and nothing else
-was fitted: --fit prints the error of both halves of those over a grid of the two. Then the verdicts: runs that ran out of memory and were called so,
-and runs that fitted and were not believed.
+slack and of a communicator (hardware.toml) were chosen over the rows that nvidia-smi measured, BLOOM's, and nothing
+else was fitted: --fit prints the error of both halves of those over a grid of the two. Then the verdicts: runs that ran
+out of memory and were called so, and runs that fitted and were not believed.
 """
 
 from __future__ import annotations
