@@ -111,3 +111,15 @@ def test_what_cannot_be_joined_is_a_list_of_parts() -> None:
         (2, 3),
         (2, 4),
     ]
+
+
+def test_a_list_with_an_item_for_each_sample_is_cut_with_them() -> None:
+    boxes = [{"boxes": torch.full((k + 1, 4), float(k))} for k in range(4)]
+    masks = [torch.full((2, 3), float(k)) for k in range(4)]
+    features = [torch.zeros(4, 2), torch.zeros(4, 3), torch.zeros(4, 5), torch.zeros(4, 7)]
+    kwargs = {"images": torch.arange(4.0), "boxes": boxes, "masks": masks, "features": features, "sizes": [1, 2]}
+    first, second = Cutter().cut((), kwargs, None, 2)
+    assert first.kwargs["boxes"] == boxes[:2] and second.kwargs["boxes"] == boxes[2:]
+    assert [float(mask.mean()) for mask in second.kwargs["masks"]] == [2.0, 3.0]
+    assert [tuple(one.shape) for one in first.kwargs["features"]] == [(2, 2), (2, 3), (2, 5), (2, 7)]
+    assert second.kwargs["sizes"] == [1, 2]
