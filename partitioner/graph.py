@@ -22,8 +22,8 @@ from partitioner.specs import Recompute
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-MOST_CELLS = 2**21
-"""A table of sums may have so many numbers: 16 MiB."""
+MOST_CELLS = 2**19
+"""A table of sums may have so many numbers: 4 MiB, and there are some for every micro-batch size."""
 
 
 class StageTransfer(NamedTuple):
