@@ -7,9 +7,10 @@
 max(max|reference|, 1e-4 x the model's largest), over the same micro-batches; and the loss and gradients at further cuts
 (`--more-cuts`) and at three and four stages. `refused`: an error that says why, or a plan without a cut.
 
-Each model runs in a process of its own with a time limit. In one process every stage has its own copy of the model, in
-which parameters of other stages are NaN, and payloads are copied as over a wire; random numbers go on from stage to
-stage as in the whole forward, so that dropout stays on. On real ranks models that draw random numbers run in eval mode.
+Each model runs in a process of its own with a time limit; on real ranks one process and its ranks go from model to
+model until one fails. In one process every stage has its own copy of the model, in which parameters of other stages are
+NaN, and payloads are copied as over a wire; random numbers go on from stage to stage as in the whole forward, so that
+dropout stays on. On real ranks models that draw random numbers run in eval mode, or are left out where that is no help.
 A new model is a small function in tests/hf_models or tests/odd_models.py.
 """
 
@@ -57,7 +58,9 @@ def family(name: str) -> dict[str, Callable[[], Any]]:
 # -- one model
 
 
-def row(name: str, of: str, ranks: int, stages: int, microbatches: int, more_cuts: int) -> dict[str, Any]:
+def row(
+    name: str, of: str, ranks: int, stages: int, microbatches: int, more_cuts: int, pool: list[Any]
+) -> dict[str, Any]:
     """Partition, run and compare one model; what it was compared with is one device."""
     import torch
 
@@ -107,7 +110,7 @@ def row(name: str, of: str, ranks: int, stages: int, microbatches: int, more_cut
     if given_up:
         found["given_up"] = given_up
     if ranks:
-        return found | on_ranks(case, plan)
+        return found | on_ranks(case, plan, pool)
     case.model = unwrap(case.model)
     try:
         found |= in_turn(build, case, plan)
@@ -407,8 +410,21 @@ def elsewhere(build: Callable[[], Any], plan: Any, cuts: list[str], count: int) 
 # -- real ranks
 
 
-def on_ranks(case: Any, plan: Any) -> dict[str, Any]:
-    """Two steps on ranks that find each other over gloo, against one device."""
+def draws(model: Any, batch: Any, loss: Any) -> bool:
+    """Whether the loss depends on random numbers: torch's, Python's or NumPy's."""
+    import torch
+    from side_by_side import seed_all
+
+    values = []
+    for seed in range(4):
+        seed_all(seed)
+        with torch.enable_grad():
+            values.append(float(loss.of(model(*batch.args, **batch.kwargs), batch.target).detach()))
+    return max(values) - min(values) > 1e-6 * abs(values[0])
+
+
+def on_ranks(case: Any, plan: Any, pool: list[Any]) -> dict[str, Any]:
+    """Two steps on ranks that find each other over gloo, against one device; `pool` keeps them for the next model."""
     import torch
     from rank_pool import RankPool
 
@@ -425,12 +441,20 @@ def on_ranks(case: Any, plan: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with verification.as_it_was(case.model):
         batch = MicroBatch(args, kwargs, case.target, plan.training.batch_size)
-        if verification._is_random(case.model, batch, loss):
+        try:
+            draws(case.model, batch, loss)
+        except RuntimeError as error:  # the comparison runs the whole batch too
+            return {"verdict": f"skipped: it takes batches of one size only ({error})"}
+        if draws(case.model, batch, loss):
             case.model.eval()
             found["eval"] = True
-    with verification.as_it_was(case.model), contextlib.closing(RankPool(plan.num_ranks)) as pool:
+            if draws(case.model, batch, loss):
+                return {"verdict": "skipped: it draws random numbers in eval mode too, and ranks draw others"}
+    if not pool:
+        pool.append(RankPool(plan.num_ranks))
+    with verification.as_it_was(case.model):
         try:
-            ranks = pool.run(
+            ranks = pool[0].run(
                 plan.num_ranks,
                 verification.on_rank,
                 plan,
@@ -463,41 +487,60 @@ def on_ranks(case: Any, plan: Any) -> dict[str, Any]:
 # -- all models, each in its process
 
 
-def _child(connection: Any, path: list[str], name: str, of: str, options: dict[str, Any]) -> None:
+def _serve(connection: Any, path: list[str]) -> None:
+    """A process's life: rows of the models that it is asked for. Ranks are started once, for all of them."""
     sys.path[:] = path
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
-    with contextlib.suppress(Exception), warnings.catch_warnings():
+    pool: list[Any] = []
+    with contextlib.suppress(EOFError, OSError), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        try:
-            answer = row(name, of, **options)
-        except BaseException as error:
-            answer = {"model": name, "family": of, "cuts": None, "verdict": f"failed: {type(error).__name__}: {error}"}
-            answer["trace"] = traceback.format_exc()
-        connection.send(answer)
-    connection.close()
+        while True:
+            name, of, options = connection.recv()
+            try:
+                answer = row(name, of, pool=pool, **options)
+            except BaseException as error:
+                answer = {"model": name, "family": of, "cuts": None}
+                answer |= {"verdict": f"failed: {type(error).__name__}: {error}", "trace": traceback.format_exc()}
+            connection.send(answer)
+    for ranks in pool:
+        ranks.close()
     os._exit(0)
 
 
-def run(name: str, of: str, context: Any, limit_s: float, options: dict[str, Any]) -> dict[str, Any]:
-    """The model's row, from a process of its own: also where that crashes or does not end."""
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_child, args=(theirs, list(sys.path), name, of, options))
-    start = time.monotonic()
-    process.start()
-    theirs.close()
-    answer: dict[str, Any] = {"model": name, "family": of, "cuts": None}
-    try:
-        if ours.poll(limit_s):
-            answer = ours.recv()
-        else:
-            answer["verdict"] = f"failed: no answer within {limit_s:g} s"
-    except EOFError:
-        process.join(5)
-        answer["verdict"] = f"failed: the process died (exit code {process.exitcode})"
-    finally:
-        process.kill()
-        process.join(10)
-    return answer | {"seconds": round(time.monotonic() - start, 1)}
+class Worker:
+    """A process that gives rows; another takes its place where it crashes or does not answer in time."""
+
+    def __init__(self, context: Any) -> None:
+        self._context, self._process, self._connection = context, None, None
+
+    def row(self, name: str, of: str, limit_s: float, options: dict[str, Any]) -> dict[str, Any]:
+        start = time.monotonic()
+        if self._process is None:
+            self._connection, theirs = self._context.Pipe()
+            self._process = self._context.Process(target=_serve, args=(theirs, list(sys.path)))
+            self._process.start()
+            theirs.close()
+        answer: dict[str, Any] = {"model": name, "family": of, "cuts": None}
+        try:
+            self._connection.send((name, of, options))
+            if self._connection.poll(limit_s):
+                answer = self._connection.recv()
+            else:
+                answer["verdict"] = f"failed: no answer within {limit_s:g} s"
+                self.stop()
+        except (EOFError, OSError):
+            self._process.join(5)
+            answer["verdict"] = f"failed: the process died (exit code {self._process.exitcode})"
+            self.stop()
+        return answer | {"seconds": round(time.monotonic() - start, 1)}
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._connection.close()  # it ends its ranks, unless it hangs
+            self._process.join(3)
+            self._process.kill()
+            self._process.join(10)
+        self._process = self._connection = None
 
 
 def shown(found: dict[str, Any]) -> str:
@@ -534,15 +577,19 @@ def main() -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     rows: list[dict[str, Any]] = []
+    worker = Worker(context)
     print(f"{'model':38} cuts cut bytes      loss gradient overhead seconds  verdict")
     for of in ("hf", "odd") if given.family == "all" else (given.family,):
         for name in family(of):
             if given.names and name not in given.names:
                 continue
-            rows.append(run(name, of, context, given.limit_s, options))
+            rows.append(worker.row(name, of, given.limit_s, options))
+            if not given.ranks:
+                worker.stop()
             print(shown(rows[-1]), flush=True)
             if given.json:
                 given.json.write_text(json.dumps({"rows": rows}, indent=1))
+    worker.stop()
     kinds = Counter((found["family"], found["verdict"].partition(":")[0]) for found in rows)
     for of in sorted({found["family"] for found in rows}):
         total = sum(found["family"] == of for found in rows)
