@@ -34,6 +34,8 @@ CLOSE = 1e-9
 """Relative; times that differ by less are equal, and the simpler setting wins."""
 LARGE = 30_000
 """Layers x stages of a large problem."""
+MANY_STAGES = 16
+"""However few the stages, layers count as if there were so many."""
 NEARLY = 1e-3
 """Relative; of a large problem, a split so close to the bound is left as it is, and a setting that can gain no more is
 left alone. Bound and gap stay what they are."""
@@ -79,7 +81,7 @@ class Problem:
 
     @property
     def is_large(self) -> bool:
-        return self.graph.num_layers * self.setting.num_stages > LARGE
+        return self.graph.num_layers * max(self.setting.num_stages, MANY_STAGES) > LARGE
 
     @property
     def slack(self) -> float:
