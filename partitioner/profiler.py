@@ -306,7 +306,8 @@ def _surveyed(
     chances: dict[str, _Chance] = {}
     state: ModelState | None = None
     for attempt in range(MAX_SURVEYS):
-        before, chance = ModelState(model), _Chance(random_states(), FATES[attempt % len(FATES)])
+        fated = FATES[(attempt + 1) % len(FATES)]  # left to chance last: then a layer runs, and those after it may not
+        before, chance = ModelState(model), _Chance(random_states(), fated)
         with fate(chance.fate):
             seen = survey(model, captured, layers, *map_tensors((args, kwargs), copied))
         if before.has_changed():
