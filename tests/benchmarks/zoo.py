@@ -117,7 +117,10 @@ def row(
         if found["verdict"] == "different" and max(found[kind] for kind in KINDS) < ROUNDING:
             found |= in_double(build, plan, found)
         if found["verdict"] == "same" and more_cuts:
-            found |= elsewhere(build, plan, cuts, more_cuts)
+            there = elsewhere(build, plan, cuts, more_cuts)
+            if there.get("grad_error", 1.0) < ROUNDING:
+                there = elsewhere(doubled(build), plan, cuts, more_cuts, DOUBLE_TOLERANCE)
+            found |= there
     except PartitionerError as error:
         found |= {"verdict": f"refused: {error}", "trace": traceback.format_exc()}
     return found
@@ -255,13 +258,24 @@ def in_turn(build: Callable[[], Any], case: Any, plan: Any, steps: int = 2) -> d
 
 def in_double(build: Callable[[], Any], plan: Any, found: dict[str, Any]) -> dict[str, Any]:
     """The verdict of the same comparison in float64, where rounding is a billion times smaller."""
-    import torch
 
     from partitioner.capture import fingerprint
-    from partitioner.structures import map_tensors
     from partitioner.tracing import unwrap
 
-    def doubled() -> Any:
+    build = doubled(build)
+    profile = plan.profile.model_copy(update={"fingerprint": fingerprint(unwrap(build().model))})
+    again = in_turn(build, build(), plan.model_copy(update={"profile": profile}))
+    worst = max(again[kind] for kind in KINDS)
+    return {"float64_error": worst, "verdict": "same" if worst <= DOUBLE_TOLERANCE else "different"}
+
+
+def doubled(build: Callable[[], Any]) -> Callable[[], Any]:
+    """The case in float64."""
+    import torch
+
+    from partitioner.structures import map_tensors
+
+    def built() -> Any:
         case = build()
         case.model.double()
         case.args, case.kwargs, case.target = map_tensors(
@@ -269,10 +283,7 @@ def in_double(build: Callable[[], Any], plan: Any, found: dict[str, Any]) -> dic
         )
         return case
 
-    profile = plan.profile.model_copy(update={"fingerprint": fingerprint(unwrap(doubled().model))})
-    again = in_turn(doubled, doubled(), plan.model_copy(update={"profile": profile}))
-    worst = max(again[kind] for kind in KINDS)
-    return {"float64_error": worst, "verdict": "same" if worst <= DOUBLE_TOLERANCE else "different"}
+    return built
 
 
 def sum_shared(placements: Sequence[Any]) -> None:
@@ -372,7 +383,9 @@ def overhead(whole: Side, cut: Side, rounds: int = 5) -> dict[str, Any]:
     return {"plain_s": plain, "overhead": sliced / plain - 1}
 
 
-def elsewhere(build: Callable[[], Any], plan: Any, cuts: list[str], count: int) -> dict[str, Any]:
+def elsewhere(
+    build: Callable[[], Any], plan: Any, cuts: list[str], count: int, tolerance: float = TOLERANCE
+) -> dict[str, Any]:
     """Loss and gradients at other cuts, `count` of them spread over the model, and at three and four stages."""
     from side_by_side import difference, even_cuts, run_cut, run_whole, split, stage_models
 
@@ -398,7 +411,7 @@ def elsewhere(build: Callable[[], Any], plan: Any, cuts: list[str], count: int) 
             error, where = difference(whole, run_cut(fresh(), plan.profile, stage_of, models=models))
         except PartitionerError as refusal:
             return found | {"verdict": f"refused: cut before {', '.join(these)}: {refusal}"}
-        if not error <= TOLERANCE:
+        if not error <= tolerance:
             return found | {
                 "verdict": "different",
                 "grad_error": error,
