@@ -148,8 +148,9 @@ def own_loss(output: Any) -> Any:
         return output[0]
     shape = f" of shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else ""
     raise ArgumentError(
-        f"the model returned a {type(output).__name__}{shape}, which holds no loss: pass loss_fn= and a target, "
-        "or inputs with which the model returns its own loss (labels=)"
+        f"the model returned a {type(output).__name__}{shape}, which holds no loss: pass loss_fn= and a target "
+        "(example_target= where a plan or a profile is made), or inputs with which the model "
+        "returns its own loss (labels=)"
     )
 
 

@@ -95,7 +95,7 @@ def test_a_loss_is_found_where_models_put_it() -> None:
 
     assert own_loss(zero) is zero and own_loss({"loss": zero}) is zero and own_loss(Output()) is zero
     assert own_loss((zero, torch.zeros(3))) is zero
-    with pytest.raises(ArgumentError, match=r"Tensor of shape \(3,\), which holds no loss"):
+    with pytest.raises(ArgumentError, match=r"Tensor of shape \(3,\), which holds no loss.*example_target="):
         own_loss(torch.zeros(3))
     with pytest.raises(ArgumentError, match=r"shape \(4,\); a loss is one number"):
         Loss(nn.Identity(), nn.MSELoss(reduction="none"), None).of(torch.zeros(4), torch.zeros(4))

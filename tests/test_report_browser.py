@@ -155,6 +155,18 @@ def test_no_width_makes_the_page_scroll_sideways(open_page: Open, width: int) ->
     assert clipped == []
 
 
+def test_a_phone_shows_the_whole_waterfall(open_page: Open) -> None:
+    page = open_page(width=375)
+    table = page.locator("#losses .pt-scroll")
+    assert table.evaluate("e => e.scrollWidth - e.clientWidth") <= 0
+    assert page.locator("#losses .pt-bar").first.evaluate("e => e.clientWidth") >= 100
+
+
+def test_labels_on_a_filled_lane_stand_out_from_it(open_page: Open) -> None:
+    label = open_page().locator(".pt-memory text.ink").first
+    assert label.evaluate("e => getComputedStyle(e).paintOrder").startswith("stroke")
+
+
 @pytest.mark.parametrize(("scheme", "paper"), [("light", (255, 255, 255)), ("dark", (20, 24, 29))])
 def test_the_page_is_dark_where_the_reader_is(open_page: Open, scheme: str, paper: tuple[int, ...]) -> None:
     page = open_page(color_scheme=scheme)

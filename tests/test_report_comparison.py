@@ -56,3 +56,13 @@ def test_more_than_two_are_each_compared_with_the_first() -> None:
     assert table.headers == ("figure", "a", "b", "c", "b to a", "c to a")
     Parsed(comparison._repr_html_())
     assert FEW.compare(MANY).names == ("this", "other")
+
+
+def test_the_same_devices_with_other_links_are_still_compared() -> None:
+    """Links of one machine are measured anew by every call: the difference is explained, and the links are noted."""
+    slower = MANY.cluster.intra.model_copy(update={"seconds": tuple(2 * s for s in MANY.cluster.intra.seconds)})
+    again = MANY.model_copy(update={"cluster": MANY.cluster.model_copy(update={"intra": slower})})
+    comparison = Comparison(("few", "many"), (FEW, again))
+    assert comparison.difference(1) == Comparison(("few", "many"), (FEW, MANY)).difference(1)
+    assert "other figures of the same devices and links" in str(comparison).replace("\n      ", " ")
+    assert "for other devices" not in str(comparison)

@@ -133,6 +133,28 @@ def test_no_two_words_are_written_over_one_another(plan: Plan, view: str) -> Non
             assert box.height >= 5
 
 
+def test_actions_thinner_than_a_pixel_are_still_seen() -> None:
+    """Warm-up of 64 ranks and 128 micro-batches: where a rank is busy, its lane has the colour of what it does."""
+    plan = drawn_plan(1000, 64, 128)
+    timeline = simulate(plan)
+    figure = plan.plot_timeline()
+    canvas = FigureCanvasAgg(figure)
+    figure.set_dpi(80)
+    canvas.draw()
+    pixels = np.asarray(canvas.buffer_rgba())[::-1, :, :3].astype(int)
+    at = figure.axes[0].transData
+    scale = max(span.end_s for span in timeline.spans) / figure.axes[0].get_xlim()[1]
+    for rank in range(40):
+        spans = sorted(span for span in timeline.spans if span.rank == rank and span.kind in "FB")
+        warm = [span for span in spans if span.kind == "F"]
+        end_s = min(span.start_s for span in spans if span.kind == "B")
+        warm = [span for span in warm if span.end_s <= end_s]
+        (left, y), (right, _) = (at.transform((s / scale, rank)) for s in (warm[0].start_s, warm[-1].end_s))
+        lane = pixels[round(y), round(left) : round(right)]
+        bluish = lane[:, 2] - lane[:, 0] > 25
+        assert bluish.mean() > 0.3, rank
+
+
 def test_a_figure_goes_into_axes_that_are_given() -> None:
     figure = Figure()
     ax = figure.subplots()

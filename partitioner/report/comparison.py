@@ -100,7 +100,8 @@ class Comparison(Shown):
         how = f"{percent(abs(ratio))} {'faster' if ratio > 0 else 'slower'}"
         told = f"{names} {how} than {self.names[0]} in samples a second"
         same = (
-            all(getattr(self.plans[0], part) == getattr(self.plans[k], part) for part in ("cluster", "num_ranks"))
+            _devices(self.plans[0]) == _devices(self.plans[k])
+            and self.plans[0].num_ranks == self.plans[k].num_ranks
             and self.plans[0].training.batch_size == self.plans[k].training.batch_size
         )
         if not same:
@@ -120,8 +121,17 @@ class Comparison(Shown):
                 notes.append(f"{name} is of another model than {self.names[0]}")
             elif plan.profile != first.profile:
                 notes.append(f"{name} was planned from other costs of the same model than {self.names[0]}")
-            if plan.cluster != first.cluster:
+            if _devices(plan) != _devices(first):
                 notes.append(f"{name} is for other devices than {self.names[0]}")
+            elif plan.cluster != first.cluster:
+                notes.append(
+                    f"{name} was planned with other figures of the same devices and links than {self.names[0]}"
+                )
             if plan.training.batch_size != first.training.batch_size:
                 notes.append(f"{name} has another batch than {self.names[0]}: compare samples a second, not steps")
         return tuple(notes)
+
+
+def _devices(plan: Plan) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """What they are called and where they stand; their measured figures differ from one call to the next."""
+    return tuple(device.name for device in plan.cluster.devices), tuple(plan.cluster.nodes)

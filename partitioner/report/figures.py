@@ -66,7 +66,13 @@ def plot_timeline(plan: Plan, *, measured: Timeline | None = None, ax: Axes | No
                 stretches[span.rank, span.kind, role].append(stretch)
         for (rank, kind, role), group in sorted(stretches.items()):
             tall = 0.3 if kind == "recv" else 0.84
-            at.broken_barh(group, (rank - tall / 2, tall), facecolors=ROLES[role].light, linewidth=0)
+            at.broken_barh(
+                group,
+                (rank - tall / 2, tall),
+                facecolors=ROLES[role].light,
+                linewidth=0,
+                snap=False,  # in whole pixels, actions thinner than one would vanish
+            )
         _numbers(at, timeline, scale, end_s)
         at.set_xlim(0, end_s / scale)
         _rows(at, "rank", timeline.num_ranks)
