@@ -6,6 +6,7 @@ read what was there before. What tensors hold is followed elsewhere; here names 
 
 from __future__ import annotations
 
+import io
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -124,6 +125,8 @@ class Attributes:
         elif container.reads[-1] != here:
             container.look()
         container.reads.append(here)
+        if _is_iterator(value):
+            container.writes.append(here)
 
     def _named(self, item: Any, name: str) -> Attribute:
         key = (id(item), name)
@@ -136,6 +139,11 @@ class Attributes:
 def _is_watchable(value: Any) -> bool:
     inside = opened(value)
     return is_python_object(value) and (inside is None or inside.kind == "object")
+
+
+def _is_iterator(value: Any) -> bool:
+    """Whether it moves on by being used, without a trace to compare (an `itertools.cycle`, a running generator)."""
+    return isinstance(value, Iterator) and not isinstance(value, io.IOBase) and not is_python_object(value)
 
 
 def _content(value: Any, depth: int = 2) -> list[Any]:

@@ -25,6 +25,8 @@ TOLERANCE = 1e-4
 """Of the largest gradient of a parameter; one device differs from itself by less (fp32, other order of sums)."""
 OWN_REPEATS = 4
 """Of the uncut model, to see by how much it differs from itself, before a split is blamed for a difference."""
+MAX_OWN = 1e-2
+"""A model that differs from itself by more hides any error: it keeps state that cannot be put back to compare."""
 
 
 def check_split(
@@ -45,7 +47,7 @@ def check_split(
     `recompute`: layers that the sliced model runs again in their backward. Stages one after another draw random numbers
     in the order of the whole forward, so dropout may stay on. Difference is relative to the gradient's largest entry,
     or to 1e-4 of the model's largest where that is larger (some true gradients are 0). UnsupportedModelError where it
-    is more than `TOLERANCE` and more than the model differs from itself.
+    is more than `TOLERANCE` and more than the model differs from itself, or where that is more than `MAX_OWN`.
     """
     rounds = (part, second or part)
     stages = range(max(stage_of.values()) + 1)
@@ -75,9 +77,12 @@ def check_split(
                         worst, where = error, whose
         if not worst <= TOLERANCE:
             own = 0.0
+            finite = all(bool(t.isfinite().all()) for one in expected for results in one for t in results.values())
             for _ in range(OWN_REPEATS):
                 for first, again in zip(expected, whole(), strict=True):
                     own = max(own, *(error for error, _ in map(worst_difference, first, again)))
+                if own > MAX_OWN and finite:
+                    raise UnsupportedModelError(_never_the_same(profile, stage_of, own))
                 if worst <= 2 * own:
                     break
             else:
@@ -121,13 +126,26 @@ def _sliced(
     return value.detach()
 
 
-def _refusal(profile: Profile, stage_of: Mapping[str, int], worst: float, where: str) -> str:
+def _cuts(profile: Profile, stage_of: Mapping[str, int]) -> str:
     ids = [layer.id for layer in profile.layers]
-    cuts = [name for before, name in itertools.pairwise(ids) if stage_of[name] != stage_of[before]]
+    return ", ".join(name for before, name in itertools.pairwise(ids) if stage_of[name] != stage_of[before])
+
+
+def _never_the_same(profile: Profile, stage_of: Mapping[str, int], own: float) -> str:
     return (
-        f"cut before {', '.join(cuts)}, {where} differs by {worst:.1e} of its size from the uncut model's (allowed "
-        f"{TOLERANCE:.0e}): the model keeps or changes something that slicing does not see. Pin the layers around the "
-        f"cut to one stage (pin={{layer id: stage}}), or use replicas only (mesh={{'dp': n}})"
+        f"cut before {_cuts(profile, stage_of)}, the model cannot be checked: uncut and from the same state and random "
+        f"numbers it differs from itself by {own:.1e} (allowed {MAX_OWN:.0e}), so it keeps a state outside of its "
+        f"modules (an iterator, a closure, a global) or draws unseeded random numbers, which ranks may not agree on. "
+        f"Keep that in attributes or buffers of modules, use replicas only (mesh={{'dp': n}}), or leave out the check "
+        f"(check='never')"
+    )
+
+
+def _refusal(profile: Profile, stage_of: Mapping[str, int], worst: float, where: str) -> str:
+    return (
+        f"cut before {_cuts(profile, stage_of)}, {where} differs by {worst:.1e} of its size from the uncut model's "
+        f"(allowed {TOLERANCE:.0e}): the model keeps or changes something that slicing does not see. Pin the layers "
+        f"around the cut to one stage (pin={{layer id: stage}}), or use replicas only (mesh={{'dp': n}})"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,7 @@ class Model(nn.Module):
         self.count, self.log, self.table, self.seen = 0, [1], {"k": [1]}, {1}
         self.options = Options()
         self.generator, self.dice, self.numbers = torch.Generator(), random.Random(1), np.random.default_rng(1)
+        self.turns = itertools.cycle([1, 2])
         self.register_buffer("mean", torch.zeros(2))
 
 
@@ -51,6 +53,7 @@ def changed(do: Callable[[Model], Any]) -> dict[str, Attribute]:
         (lambda m: torch.rand(1, generator=m.generator), "generator"),
         (lambda m: m.dice.random(), "dice"),
         (lambda m: m.numbers.random(), "numbers"),
+        (lambda m: next(m.turns), "turns"),
         (lambda m: setattr(m, "mean", m.mean + 1), "mean"),
         (lambda m: setattr(m, "new", 1), "new"),
         (lambda m: setattr(m.layer, "note", 1), "layer.note"),

@@ -96,6 +96,24 @@ def test_a_model_that_differs_from_itself_is_not_blamed_on_the_split() -> None:
     checked(Noisy(), "b")
 
 
+def test_a_model_that_never_repeats_itself_cannot_pass() -> None:
+    """Its layers share a counter that is outside of the model: on ranks that each run some of them it would differ."""
+    count = 0
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            nonlocal count
+            count += 1
+            return self.b(self.a(x)) * (1 + count % 3)
+
+    with pytest.raises(UnsupportedModelError, match=r"cut before b, the model cannot be checked.*differs from itself"):
+        checked(Counting(), "b")
+
+
 def test_dropout_and_frozen_models_are_checked_too() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4), nn.Dropout(0.5))
     assert checked(model, "2") == 0
