@@ -155,6 +155,22 @@ def test_actions_thinner_than_a_pixel_are_still_seen() -> None:
         assert bluish.mean() > 0.3, rank
 
 
+def test_layers_thinner_than_a_pixel_are_still_seen() -> None:
+    figure = LARGE.plot_graph()
+    figure.set_dpi(80)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    pixels = np.asarray(canvas.buffer_rgba())[::-1, :, :3].astype(int)
+    axes = figure.axes[0]
+    blank = []
+    for k, bar in enumerate(axes.patches):
+        x, y = axes.transData.transform((bar.get_x() + bar.get_width() / 2, bar.get_height() / 2))
+        if pixels[int(y), int(x)].min() > 235:
+            blank.append(k)
+    assert len(axes.patches) == 1000
+    assert blank == []
+
+
 def test_a_figure_goes_into_axes_that_are_given() -> None:
     figure = Figure()
     ax = figure.subplots()

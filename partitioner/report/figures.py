@@ -186,7 +186,8 @@ def plot_graph(plan: Plan, *, ax: Axes | None = None) -> Figure:
     stage_of = plan.stage_of()
     shades = [stage_shade(stage_of[name]).light for name in graph.ids]
     width = 0.9 if graph.num_layers <= 200 else 1.0
-    ax.bar(np.arange(graph.num_layers), work / scale, width=width, color=shades)
+    snap = None if width < 1 else False  # in whole pixels, layers thinner than one would vanish
+    ax.bar(np.arange(graph.num_layers), work / scale, width=width, color=shades, snap=snap)
     top = float(work.max()) / scale
     for first, last in stage_bounds(plan, graph):
         if first:
