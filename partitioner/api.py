@@ -245,8 +245,8 @@ def _cluster(gpus: int | str | Cluster, has_profile: bool, notes: list[str]) -> 
     if not has_profile:
         raise NotBuiltError(
             f"gpus={gpus if isinstance(gpus, str) else cluster.devices[0].name!r}: this machine has no CUDA device to "
-            f"measure on, and estimating without one is not built in this version; measure on such a device with "
-            f"`partitioner profile` and pass profile=, or use a number for CPU ranks"
+            f"measure on; pass profile=, from pt.estimate(model, inputs, device={cluster.devices[0].name!r}) or from "
+            f"`partitioner profile` on such a device, or use a number for CPU ranks"
         )
     return cluster, torch.device("cpu")
 
@@ -296,7 +296,8 @@ def _told_inputs(model: nn.Module) -> tuple[Any, str]:
     if isinstance(model, nn.Sequential) and len(model):
         first = model[0]
         if isinstance(first, nn.Linear):
-            return torch.randn(32, first.in_features), f"no inputs were given: assumed 32 x {first.in_features} numbers"
+            numbers = torch.randn(32, first.in_features, generator=torch.Generator().manual_seed(0))
+            return numbers, f"no inputs were given: assumed 32 x {first.in_features} numbers"
         if isinstance(first, nn.Embedding):
             tokens = torch.arange(32 * 128).reshape(32, 128) % first.num_embeddings
             return tokens, "no inputs were given: assumed 32 x 128 tokens"

@@ -246,7 +246,11 @@ class Profile(Shown, Frozen):
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write beside the target, then rename: nobody ever sees half a file."""
+    """Write beside the target, then rename: nobody ever sees half a file. Links are followed, pipes written into."""
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    path = path.resolve()
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with temporary.open("x", encoding="utf-8") as file:

@@ -217,6 +217,22 @@ def test_inputs_are_told_for_language_models_and_plain_stacks() -> None:
     assert any("8 x 32 tokens" in line for line in plan.why)
 
 
+def test_inputs_that_are_told_leave_the_random_numbers_of_the_user_alone() -> None:
+    model, state = stack(), torch.get_rng_state()
+    pt.partition(model, gpus=cpu_cluster(2), loss_fn=lambda output, target: output.square().mean())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="measures there")
+def test_devices_that_are_not_here_are_planned_for_as_the_error_says() -> None:
+    model, inputs, target = stack(), torch.randn(8, 32), torch.randn(8, 32)
+    given = {"loss_fn": square, "example_target": target}
+    with pytest.raises(pt.NotBuiltError, match=r"pt\.estimate\(model, inputs, device='H100'\)"):
+        pt.partition(model, inputs, gpus="2xH100", **given)
+    profile = pt.estimate(model, inputs, device="H100", **given)
+    assert pt.partition(model, inputs, gpus="2xH100", profile=profile, **given).profile.provenance == "estimated"
+
+
 def test_inputs_that_cannot_be_told_are_asked_for() -> None:
     with pytest.raises(pt.ArgumentError, match=r"UNet.*example_inputs"):
         pt.partition(models.UNet(), gpus=cpu_cluster(2))

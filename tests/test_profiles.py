@@ -204,3 +204,22 @@ def test_a_cost_that_cannot_be_is_refused_with_the_name_of_its_field(field, valu
     path.write_text(json.dumps(data))
     with pytest.raises(ArgumentError, match=rf"is not a Profile: layers\.2\.costs\.1\.{field}: "):
         Profile.load(path)
+
+
+def test_a_pipe_is_written_into_and_a_link_followed_where_a_file_would_be_replaced(tmp_path: Path) -> None:
+    pipe, link, file = tmp_path / "pipe", tmp_path / "link.json", tmp_path / "there" / "file.json"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_whole(pipe, "text")
+        assert os.read(reader, 16) == b"text"
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+    file.parent.mkdir()
+    link.symlink_to(file)
+    for text in ("first", "second"):
+        write_whole(link, text)
+        assert link.is_symlink()
+        assert file.read_text() == text
+    assert [f.name for f in file.parent.iterdir()] == ["file.json"]
