@@ -68,10 +68,13 @@ def check_split(
         worst, where = 0.0, "none"
         with Recomputed(model, recompute):
             slices = [Slice(model, profile, stage_of, stage) for stage in stages]
+            elsewhere = _elsewhere(model, profile, stage_of)
             states = [ModelState(model)] * len(slices)
             for k, one in enumerate(rounds):
                 held: dict[str, torch.Tensor] = {}
-                found = _results(model, seed + k, _sliced, one, loss, slices, states, spoken_for, held, seed + k)
+                found = _results(
+                    model, seed + k, _sliced, one, loss, elsewhere, slices, states, spoken_for, held, seed + k
+                )
                 for error, whose in map(worst_difference, expected[k], (found, held)):
                     if not error <= worst:
                         worst, where = error, whose
@@ -94,6 +97,7 @@ def _sliced(
     model: nn.Module,
     part: MicroBatch,
     loss: Loss,
+    elsewhere: Mapping[nn.Parameter, str],
     slices: Sequence[Slice],
     states: list[ModelState],
     spoken_for: Mapping[int, Sequence[str]],
@@ -121,9 +125,36 @@ def _sliced(
 
     runs, backward = chain(slices, part.args, part.kwargs, before_each=begin, before_backward=change)
     value = loss.of(runs[-1].output, part.target)
+    _refuse_weights_in_loss(value, elsewhere)
     backward(value)
     change(None)
     return value.detach()
+
+
+def _elsewhere(model: nn.Module, profile: Profile, stage_of: Mapping[str, int]) -> dict[nn.Parameter, str]:
+    """The names of parameters that the last stage does not have."""
+    parameters, last = dict(model.named_parameters(remove_duplicate=False)), max(stage_of.values())
+    owned = ((entry.names[0], {stage_of[layer] for layer in entry.layers} or {0}) for entry in profile.parameters)
+    return {parameters[name]: name for name, stages in owned if last not in stages}
+
+
+def _refuse_weights_in_loss(value: torch.Tensor, elsewhere: Mapping[nn.Parameter, str]) -> None:
+    """The last stage's graph ends at what it received: a parameter of another stage in it was read by the loss."""
+    seen: set[Any] = set()
+    waiting = [value.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        name = elsewhere.get(getattr(node, "variable", None))  # type: ignore[arg-type]
+        if name is not None:
+            raise UnsupportedModelError(
+                f"the loss uses the parameter {name!r}, which lives on an earlier stage and holds no values where the "
+                f"loss is computed. Give a penalty on weights to the optimizer (weight_decay), use the parameter in "
+                f"the forward and return what the loss needs of it, or use replicas only (mesh={{'dp': n}})"
+            )
+        waiting += [following for following, _ in node.next_functions]
 
 
 def _cuts(profile: Profile, stage_of: Mapping[str, int]) -> str:

@@ -114,6 +114,17 @@ def test_a_model_that_never_repeats_itself_cannot_pass() -> None:
         checked(Counting(), "b")
 
 
+def test_a_loss_that_reads_weights_of_earlier_stages_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def penalised(output: torch.Tensor, target: Any, weights: nn.Module = model) -> torch.Tensor:
+        return square(output, target) + sum(weight.pow(2).sum() for weight in weights.parameters())
+
+    with pytest.raises(UnsupportedModelError, match=r"the loss uses the parameter '0\.(weight|bias)'"):
+        checked(model, "1", penalised)
+    assert checked(model, "1", lambda output, target: penalised(output, target, model[1])) == 0
+
+
 def test_dropout_and_frozen_models_are_checked_too() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4), nn.Dropout(0.5))
     assert checked(model, "2") == 0
