@@ -156,3 +156,22 @@ def test_counters_follow_the_bytes_of_each_rank(name: str) -> None:
         for at, held in counted[one.rank][:: len(moments) // 7]:
             k = int(np.searchsorted(one.times_s, at / 1e6 + 1e-12, side="right")) - 1
             assert held == one.total_bytes[max(0, k)]
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        (drawn_plan(num_ranks=2), "ran on 2 ranks, the plan has 4"),
+        (drawn_plan(num_microbatches=16), "ran micro-batch 8, the plan has 8"),
+        (drawn_plan(num_ranks=2, num_replicas=2), "ran stage"),
+    ],
+)
+def test_a_step_of_another_plan_is_refused_by_every_view(other: Plan, says: str, tmp_path: Path) -> None:
+    plan, measured = drawn_plan(), slowed(other)
+    for show in (
+        lambda: trace(plan, measured=measured),
+        lambda: plan.save_report(tmp_path / "plan.html", measured=measured),
+        lambda: plan.plot_timeline(measured=measured),
+    ):
+        with pytest.raises(ArgumentError, match=says):
+            show()

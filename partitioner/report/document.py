@@ -38,6 +38,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 
 def document(plan: Plan, *, measured: Timeline | None = None) -> str:
     """The page as HTML. `measured`: a step as it ran (`stage.timeline()`), drawn below the predicted one."""
+    plan_parts.check_measured(plan, measured)
     predicted = simulate(plan)
     sections = {
         "losses": ("Where the time goes", _losses(plan)),

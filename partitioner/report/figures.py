@@ -18,7 +18,7 @@ from partitioner.report.gantt_svg import KINDS, kinds_in
 from partitioner.report.graph_svg import MOST_ARCS, MOST_NAMES, stage_bounds
 from partitioner.report.losses import losses
 from partitioner.report.palette import MEMORY_ROLES, ROLES, stage_shade
-from partitioner.report.plan_parts import stage_limit
+from partitioner.report.plan_parts import check_measured, stage_limit
 from partitioner.report.wording import percent, seconds
 from partitioner.residency import residency
 from partitioner.simulator import simulate
@@ -53,6 +53,7 @@ def plot_balance(plan: Plan, *, ax: Axes | None = None) -> Figure:
 
 def plot_timeline(plan: Plan, *, measured: Timeline | None = None, ax: Axes | None = None) -> Figure:
     """The step of every rank as predicted; a measured one below, on the same scale (`ax` is refused then)."""
+    check_measured(plan, measured)
     shown = [simulate(plan), *([] if measured is None else [measured])]
     figure, axes = _many_axes(ax, len(shown), _height(plan.num_ranks))
     end_s = max(max((s.end_s for s in t.spans), default=0.0) - t.start_s for t in shown)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
+from partitioner.errors import ArgumentError
 from partitioner.memory import memory_limit
 from partitioner.plan import MemoryItems, Plan, StagePrediction
 from partitioner.report.blocks import Bar, Drawing, Facts, Page, Part, Prose, Table
@@ -15,9 +16,35 @@ from partitioner.report.svg import key
 from partitioner.report.wording import count, mesh, numbers, percent, run, seconds
 from partitioner.simulator import simulate
 from partitioner.specs import format_bytes
+from partitioner.timeline import Timeline
 
 MOST_DRAWN = 10_000
 """Stages x replicas x micro-batches up to which a plan draws its schedule unasked."""
+
+
+def check_measured(plan: Plan, measured: Timeline | None) -> None:
+    """ArgumentError for a step that ran under another plan: shown beside this one it would mean nothing."""
+    if measured is None:
+        return
+    if measured.num_ranks != plan.num_ranks:
+        raise ArgumentError(
+            f"the measured step ran on {count(measured.num_ranks, 'rank')}, the plan has {plan.num_ranks}: "
+            "give a step that ran under this plan"
+        )
+    places = {(rank, k) for k, stage in enumerate(plan.stages) for rank in stage.ranks}
+    for span in measured.spans:
+        if span.kind not in "FBIW":
+            continue
+        if (span.rank, span.stage) not in places:
+            raise ArgumentError(
+                f"in the measured step rank {span.rank} ran stage {span.stage}, which the plan has elsewhere: "
+                "give a step that ran under this plan"
+            )
+        if span.microbatch >= plan.num_microbatches:
+            raise ArgumentError(
+                f"the measured step ran micro-batch {span.microbatch}, the plan has {plan.num_microbatches} from 0 on: "
+                "give a step that ran under this plan"
+            )
 
 
 def page(plan: Plan) -> Page:

@@ -23,6 +23,7 @@ from partitioner.graph import CostGraph
 from partitioner.plan import Plan
 from partitioner.profiles import write_whole
 from partitioner.report.gantt_svg import KINDS
+from partitioner.report.plan_parts import check_measured
 from partitioner.residency import residency
 from partitioner.simulator import simulate
 from partitioner.timeline import Span, Timeline
@@ -34,6 +35,7 @@ PROCESSES = {False: "predicted", True: "measured"}
 
 def trace(plan: Plan, *, measured: Timeline | None = None) -> dict[str, Any]:
     """The plan's step as simulated, and a measured one beside it, as a JSON object in the Trace Event Format."""
+    check_measured(plan, measured)
     edges = _edges(plan)
     events: list[Event] = []
     numbers = count(1)
