@@ -125,6 +125,14 @@ def test_placements_in_order_are_the_best_of_all(seed: int, memory: float) -> No
     assert found.gap < 1e-9
 
 
+def test_a_placement_that_takes_every_device_is_found() -> None:
+    pair = Loads(((0, 1),), ((0, 1),), np.ones(1), np.ones(2), (Kind(1, np.ones(2)),))
+    alone = place_in_order(pair)
+    assert alone is not None and alone.devices == ((0, (0, 1)),) and alone.load == alone.lower_bound == 2.0
+    both = place_in_order(replace(pair, kinds=(Kind(2, np.ones(2), memory_bytes=1.0),)))
+    assert both is not None and both.devices == ((0, (0,)), (0, (1,))) and both.load == both.lower_bound == 2.0
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_placements_anywhere_are_the_best_of_all(seed: int) -> None:
     loads = random_loads(random.Random(seed), 6, memory=2.5)

@@ -244,7 +244,8 @@ class Search:
             (used, work),
             ([kind.count - n for kind, n in zip(loads.kinds, used, strict=True)], work[-1] - work),
         ):
-            room = bound * sum(n * _exchange(kind, first) for n, kind in zip(devices, loads.kinds, strict=True) if n)
+            pace = sum(n * _exchange(kind, first) for n, kind in zip(devices, loads.kinds, strict=True) if n)
+            room = bound * pace if pace else 0.0  # no device has no room, not even within an infinite bound
             pays = all(kind.pays or not n for n, kind in zip(devices, loads.kinds, strict=True))
             hopeful &= amount + (alive if pays else 0.0) <= room * (1 + CLOSE)
         return hopeful
