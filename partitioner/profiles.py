@@ -120,7 +120,7 @@ class Tensor(Frozen):
     id: str
     producer: str
     consumers: tuple[str, ...]
-    shape: tuple[int, ...]
+    shape: tuple[Annotated[int, Field(ge=0)], ...]
     dtype: str
     bytes_at: tuple[Bytes, ...]
     needs_gradient: bool = False
@@ -130,7 +130,7 @@ class Parameter(Frozen):
     """One parameter, tied or not: `names` are all its names, the model's first one first."""
 
     names: tuple[str, ...]
-    shape: tuple[int, ...]
+    shape: tuple[Annotated[int, Field(ge=0)], ...]
     dtype: str
     bytes: Bytes
     trainable: bool

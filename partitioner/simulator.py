@@ -31,7 +31,7 @@ from partitioner.schedule import (
     placement,
     schedule_table,
 )
-from partitioner.specs import Cluster, ScheduleName, Training
+from partitioner.specs import MOST_SECONDS, Cluster, ScheduleName, Training
 from partitioner.timeline import Span, Timeline
 
 
@@ -177,6 +177,14 @@ def predict(
     total_s, num_ranks = step_s + optimizer_s, num_places * num_replicas
     if step_s <= 0:
         raise ArgumentError("every layer of this profile takes 0 s: measure it, or give costs, before planning with it")
+    if (longest_s := max(total_s, baseline.total_s)) > MOST_SECONDS:
+        costs = graph.at(training.batch_size / (num_replicas * num_microbatches))
+        worst = int((costs.forward_s + costs.backward_s).argmax())
+        worst_s = float(costs.forward_s[worst] + costs.backward_s[worst])
+        raise ArgumentError(
+            f"a step takes {longest_s:.3g} s, over three years, of which layer {graph.ids[worst]} takes {worst_s:.3g} "
+            "s a micro-batch: give forward_s and backward_s in seconds, or a smaller batch_size"
+        )
 
     busy_s = np.array([_by_stage(clock.end_s - clock.start_s, clock, num_stages) for clock in clocks])
     waited_s = np.array([clock.waited_s(num_stages) for clock in clocks]) + [sync_s for _, sync_s in syncs]

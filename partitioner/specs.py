@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from partitioner.errors import ArgumentError
 
-Seconds = Annotated[float, Field(ge=0, le=1e8, allow_inf_nan=False)]
+MOST_SECONDS = 1e8
+Seconds = Annotated[float, Field(ge=0, le=MOST_SECONDS, allow_inf_nan=False)]
 """Up to three years: more is a mistake in its unit."""
 Bytes = Annotated[int, Field(ge=0, le=2**60)]
 """Up to an exbibyte."""
@@ -123,6 +124,8 @@ class Link(Frozen):
         >>> round(Link.of(1e-5, 1e9).time(1_000_000), 6)
         0.00101
         """
+        if not bytes_per_s > 0:
+            raise ArgumentError(f"a link of {bytes_per_s} bytes/s moves nothing: give bytes_per_s > 0")
         return cls(sizes_bytes=(0, 2**30), seconds=(latency_s, latency_s + 2**30 / bytes_per_s), source=source)
 
     def time(self, num_bytes: float) -> float:
@@ -320,12 +323,12 @@ def optimizer_state_bytes(optimizer: str, element_bytes: float = 4) -> float:
 class Training(Frozen):
     """One optimizer step: its data, and what the planner may choose ("auto") or must keep."""
 
-    batch_size: Annotated[int, Field(ge=1)]
+    batch_size: Annotated[int, Field(ge=1, le=2**31)]
     microbatches: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
     mesh: Literal["auto"] | dict[Literal["pp", "dp"], Annotated[int, Field(ge=1)]] = "auto"
     schedule: Literal["auto"] | ScheduleName = "auto"
     optimizer: str = "adamw"
-    optimizer_bytes: Annotated[float, Field(ge=0)] = 8
+    optimizer_bytes: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 8
     """Optimizer state, bytes a trainable parameter element."""
     precision: Literal["fp32"] = "fp32"
     recompute: Literal["auto", "never", "always"] = "never"

@@ -152,6 +152,12 @@ def test_what_cannot_be_had_is_one_error_with_both_numbers(request_, words):
         solve(chain([1.0] * 6), cluster(4), Training(**request_))
 
 
+@pytest.mark.parametrize("seconds", [[4e7] * 3, [1e-12, 9e7, 1e-12]])
+def test_a_step_of_more_than_three_years_is_refused_with_its_largest_layer(seconds):
+    with pytest.raises(ArgumentError, match=r"over three years, of which layer [01] takes .* in seconds"):
+        solve(chain(seconds), cluster(2), Training(batch_size=8))
+
+
 # What the user pins
 
 
@@ -210,8 +216,44 @@ def test_one_layout_is_left_where_both_take_the_same_time():
     assert len(layouts_of(cluster(4), 2, 2)) == 1
     assert len(layouts_of(cluster(4, nodes=[0, 0, 1, 1], inter=SLOWER), 2, 2)) == 2
     assert len(layouts_of(cluster(4, nodes=[0, 0, 1, 1], inter=SLOWER), 1, 4)) == 1
-    # a fast and a slow replica, the slow devices first, the fast devices first
-    assert len(layouts_of(cluster(4, speeds=[1.0, 1.0, 2.0, 2.0]), 2, 2)) == 3
+    # a fast and a slow replica, the slow devices first, the fast devices first, one replica each way
+    assert len(layouts_of(cluster(4, speeds=[1.0, 1.0, 2.0, 2.0]), 2, 2)) == 4
+
+
+@pytest.mark.parametrize(
+    "there",
+    [
+        cluster(4, speeds=[0.7, 1.0, 2.0, 1.0]),
+        cluster(4, nodes=[0, 0, 0, 1], link=SLOW, inter=SLOWER),
+        cluster(3, nodes=[0, 1, 1], link=SLOW, inter=SLOWER),
+    ],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_no_other_order_of_few_devices_is_faster(there, seed):
+    """Neither where they are unequal, as replicas too, nor where their nodes are."""
+    pp, dp = (2, 2) if there.num_devices == 4 else (3, 1)
+    graph = CostGraph(random_chain(random.Random(seed), 4).model_copy(update={"no_cut": {}}))
+    training = Training(batch_size=4, mesh={"pp": pp, "dp": dp}, microbatches=2, schedule="1f1b")
+    best = min(
+        one.step_s + one.optimizer_s
+        for order in itertools.permutations(range(pp * dp))
+        for cuts in itertools.combinations(graph.allowed_cuts, pp - 1)
+        for one in [
+            predict(
+                graph,
+                there,
+                training,
+                mesh={"pp": pp, "dp": dp},
+                schedule="1f1b",
+                num_microbatches=2,
+                cuts=cuts,
+                ranks=[order[place::pp] for place in range(pp)],
+            )
+        ]
+    )
+    plan = solve(graph.profile, there, training)
+    assert total_s(plan) == pytest.approx(best, rel=1e-9)
+    assert plan.lower_bound_s <= best * (1 + 1e-9)
 
 
 def test_one_device_is_a_plan_like_any_other():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from importlib.resources import files
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -178,3 +179,15 @@ def test_unknown_and_impossible_fields_are_refused() -> None:
         Training(batch_size=8, batchsize=8)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="greater than or equal to 1"):
         Training(batch_size=0)
+
+
+@pytest.mark.parametrize("rate", [0, -1e9, float("nan")])
+def test_a_link_that_moves_nothing_is_refused(rate: float) -> None:
+    with pytest.raises(ArgumentError, match="moves nothing"):
+        Link.of(1e-5, rate)
+
+
+@pytest.mark.parametrize("values", [{"batch_size": 2**40}, {"batch_size": 8, "optimizer_bytes": float("inf")}])
+def test_absurd_requests_are_refused_by_name(values: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=list(values)[-1]):
+        Training(**values)

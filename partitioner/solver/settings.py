@@ -19,7 +19,7 @@ MOST_ACTIONS = 2**18
 """Settings chosen by us have at most this many actions a step; more micro-batches than that gain nothing."""
 
 MOST_PERMUTED = 5
-"""Unequal devices of which every order is tried."""
+"""Devices, unequal or of uneven nodes, of which every order is tried."""
 
 Kind = tuple[int, int, ScheduleName]
 """Stages, replicas, schedule: what makes a different plan, rather than the same one with other figures."""
@@ -202,9 +202,9 @@ def layouts(site: Site, num_places: int, num_replicas: int) -> list[Layout]:
     """A replica's places side by side, or a place's replicas side by side.
 
     Side by side is within a node where that is possible, so the first keeps transfers and the second keeps gradient
-    sync off the slow links. One of them is left out where both take the same time. Devices that are not alike are put
-    in other orders, too: all of them where they are few, else by speed and by memory, as a stage's place in the
-    schedule can ask for either.
+    sync off the slow links. One of them is left out where both take the same time. Devices that are not alike, or of
+    nodes with more and fewer of them, are put in every other order, too, where they are few. More that are
+    not alike are put by speed and by memory, as a stage's place in the schedule can ask for either.
     """
     used = num_places * num_replicas
     if used > site.cluster.num_devices:
@@ -214,7 +214,7 @@ def layouts(site: Site, num_places: int, num_replicas: int) -> list[Layout]:
         )
     by_node = np.argsort(site.node[:used], kind="stable")
     found: dict[bytes, Layout] = {}
-    for order in _orders(site, by_node, num_replicas):
+    for order in _orders(site, by_node):
         for at in (order.reshape(num_replicas, num_places).T, order.reshape(num_places, num_replicas)):
             looks = _looks(site, at)
             if looks not in found:
@@ -236,13 +236,14 @@ def _looks(site: Site, at: Ints) -> bytes:
     return table[:, np.lexsort(table)].tobytes()
 
 
-def _orders(site: Site, ranks: Ints, num_replicas: int) -> Iterator[Ints]:
+def _orders(site: Site, ranks: Ints) -> Iterator[Ints]:
     """Ranks in the orders to try, the cluster's own first."""
     yield ranks
     figures = list(zip(site.speed[ranks].tolist(), site.room[ranks].tolist(), strict=True))
-    if site.alike or len(set(figures)) == 1:
+    even = site.one_link or len(set(np.unique(site.node[ranks], return_counts=True)[1].tolist())) == 1
+    if len(set(figures)) == 1 and (even or len(ranks) > MOST_PERMUTED):
         return
-    if num_replicas == 1 and len(ranks) <= MOST_PERMUTED:
+    if len(ranks) <= MOST_PERMUTED:
         seen = {tuple((*figures[k], int(site.node[ranks[k]])) for k in range(len(ranks)))}
         for order in permutations(range(len(ranks))):
             looks = tuple((*figures[k], int(site.node[ranks[k]])) for k in order)
