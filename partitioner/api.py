@@ -97,6 +97,8 @@ def partition(
             notes.append(note)
         args, kwargs = as_call(inputs)
         samples = Cutter(batch_dim).batch_size(args, kwargs)
+        if not samples:
+            raise ArgumentError(f"the inputs hold 0 samples along dimension {batch_dim}: pass a batch of 1 or more")
         size = samples if batch_size is None else int(batch_size)
         cluster, device = _cluster(gpus, profile is not None, notes)
         training = Training(

@@ -233,6 +233,11 @@ def test_devices_that_are_not_here_are_planned_for_as_the_error_says() -> None:
     assert pt.partition(model, inputs, gpus="2xH100", profile=profile, **given).profile.provenance == "estimated"
 
 
+def test_a_batch_without_samples_is_refused_in_words() -> None:
+    with pytest.raises(pt.ArgumentError, match="0 samples along dimension 0"):
+        pt.partition(stack(), torch.randn(0, 32), gpus=cpu_cluster(2), loss_fn=square, example_target=0.0)
+
+
 def test_inputs_that_cannot_be_told_are_asked_for() -> None:
     with pytest.raises(pt.ArgumentError, match=r"UNet.*example_inputs"):
         pt.partition(models.UNet(), gpus=cpu_cluster(2))
