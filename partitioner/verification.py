@@ -28,6 +28,9 @@ from partitioner.tracing import unwrap
 
 TOLERANCE = 1e-5
 """fp32: max|g - ref| <= 1e-5 x max(max|ref|, 1e-4 x the model's largest gradient)."""
+WEIGHT_STEPS = 5
+"""Weights are compared after at most so many steps. Rounding grows with every step, and where it carries a ReLU's input
+over zero a gradient jumps: a T5 whose float64 weights agree within 4e-14 after 8 steps is 1.2e-5 apart in fp32."""
 
 
 class Verification(Shown, Frozen):
@@ -47,7 +50,7 @@ class Verification(Shown, Frozen):
     """Worst over all parameters, after the first step."""
     worst_gradient: str
     weight_error: float
-    """Worst over all parameters, after all steps."""
+    """Worst over all parameters, after the first `WEIGHT_STEPS` steps, or all where there are fewer."""
     whole_batch_error: float | None
     """Worst gradient difference from one pass over the whole batch; None where BatchNorm trains, which differs then."""
     tolerance: float
@@ -86,7 +89,7 @@ class Verification(Shown, Frozen):
                     f"{self.loss:.6f} on the ranks, {self.single_loss:.6f} on one device; then {self.last_loss:.6f}",
                 ),
                 ("worst gradient", f"{self.gradient_error:.1e} ({self.worst_gradient}), allowed {self.tolerance:.0e}"),
-                ("worst weight", f"{self.weight_error:.1e} after {self.num_steps} steps"),
+                ("worst weight", f"{self.weight_error:.1e} after {min(self.num_steps, WEIGHT_STEPS)} steps"),
                 (
                     "whole batch",
                     "not comparable: BatchNorm trains on each micro-batch"
@@ -229,7 +232,7 @@ def on_rank(
         optimizer = torch.optim.SGD(stage.parameters(), learning_rate)
         part = Cutter(plan.training.batch_dim).cut(args, kwargs, target, stage.dp_size)[stage.dp_rank]
         inputs = part.kwargs if not part.args else part.args
-        losses, gradients, step_s, bubbles = [], {}, [], []
+        losses, gradients, weights, step_s, bubbles = [], {}, {}, [], []
         for step in range(steps):
             losses.append(float(stage.train_step(inputs, part.target)))
             if step == 0:
@@ -239,7 +242,8 @@ def on_rank(
             bubbles.append(timeline.bubble_fraction)
             optimizer.step()
             optimizer.zero_grad()
-        weights = {name: parameter.detach().cpu().clone() for name, parameter in stage.named_parameters()}
+            if step == min(steps, WEIGHT_STEPS) - 1:
+                weights = {name: parameter.detach().cpu().clone() for name, parameter in stage.named_parameters()}
     return {"losses": losses, "gradients": gradients, "weights": weights, "step_s": step_s, "bubbles": bubbles}
 
 
@@ -275,7 +279,7 @@ def on_one_device(
             optimizer.zero_grad()
             whole_s.append(_timed_step(model, whole, loss)[1])
         at_once = {name: _dense(p.grad) for name, p in trainable.items() if p.grad is not None}
-        losses, gradients, step_s = [], {}, []
+        losses, gradients, weights, step_s = [], {}, {}, []
         for step in range(steps):
             optimizer.zero_grad()
             value, seconds = _timed_step(model, shards, loss)
@@ -284,6 +288,8 @@ def on_one_device(
             if step == 0:
                 gradients = {name: _dense(p.grad) for name, p in trainable.items() if p.grad is not None}
             optimizer.step()
+            if step == min(steps, WEIGHT_STEPS) - 1:
+                weights = {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
     finally:
         torch.set_num_threads(threads)
     norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in model.modules())
@@ -291,7 +297,7 @@ def on_one_device(
         "losses": losses,
         "gradients": gradients,
         "whole": None if norms else at_once,
-        "weights": {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()},
+        "weights": weights,
         "step_s": min(statistics.median(step_s[1:]), statistics.median(whole_s[1:])),
     }
 

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 import partitioner as pt
+from partitioner.losses import Loss
+from partitioner.microbatches import Cutter, as_call
 from partitioner.selfcheck import worst_difference
-from partitioner.verification import compared
+from partitioner.verification import as_it_was, compared, on_one_device
 
 
 def test_the_worst_difference_is_relative_to_the_largest_entry() -> None:
@@ -111,3 +113,18 @@ def test_a_plan_of_another_model_is_refused_before_any_rank_starts(
     other = torch.nn.Linear(3, 3)
     with pytest.raises(pt.PlanMismatchError, match=plan.profile.fingerprint):
         pt.verify(plan, other, torch.randn(8, 3))
+
+
+def test_weights_are_those_of_the_fifth_step_however_many_are_timed(
+    tied: tuple[pt.Plan, models.Case, pt.Verification],
+) -> None:
+    plan, case, _ = tied
+    args, kwargs = as_call(case.inputs)
+    loss = Loss(case.model, case.loss_fn, None)
+
+    def weights(steps: int) -> dict[str, torch.Tensor]:
+        with as_it_was(case.model):
+            return on_one_device(plan, case.model, args, kwargs, case.target, loss, Cutter(), steps, 0.01)["weights"]
+
+    after = {steps: weights(steps) for steps in (4, 5, 7)}
+    assert worst_difference(after[5], after[7])[0] < 1e-6 < worst_difference(after[4], after[5])[0]
