@@ -94,6 +94,26 @@ class Capture:
     fingerprint: str
     call_digest: str
 
+    def structure(self) -> dict[str, Any]:
+        """The fields of a `profiles.Profile` that are the same whatever device the costs are for."""
+        return {name: getattr(self, name) for name in STRUCTURE}
+
+
+STRUCTURE = (
+    "model",
+    "parameters",
+    "no_cut",
+    "opened",
+    "joinable",
+    "glue",
+    "dynamic",
+    "fire_hooks",
+    "buffers",
+    "buffer_bytes",
+    "fingerprint",
+    "call_digest",
+)
+
 
 def fingerprint(model: nn.Module) -> str:
     """Hash over the names, shapes and dtypes of parameters and buffers, tied names included."""

@@ -80,7 +80,7 @@ def estimate(
     recorded = part.samples
     narrow = prices.precision not in ("fp32", "tf32")
     return Profile(
-        model=captured.model,
+        **captured.structure(),
         layers=layers,
         tensors=tuple(
             Tensor(
@@ -98,25 +98,15 @@ def estimate(
             )
             for tensor in captured.tensors
         ),
-        parameters=captured.parameters,
         microbatch_sizes=sizes,
-        no_cut=captured.no_cut,
-        opened=captured.opened,
-        joinable=captured.joinable,
-        glue=captured.glue,
-        dynamic=captured.dynamic,
-        fire_hooks=captured.fire_hooks,
         optimizer_s=_optimizer_seconds(work, prices, optimizer),
         optimizer=optimizer,
-        buffer_bytes=captured.buffer_bytes,
         batch_dim=batch_dim,
         device=prices.rates.name,
         device_kind="cuda",
         dtype=_dtype(model),
         torch_version=torch.__version__,
         provenance="estimated",
-        fingerprint=captured.fingerprint,
-        call_digest=captured.call_digest,
     )
 
 

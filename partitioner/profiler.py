@@ -109,7 +109,7 @@ def profile(
     sizes_of = {size: {tensor.id: tensor.nbytes for tensor in captures[size].tensors} for size in sizes}
     dtypes = Counter(parameter.dtype for parameter in model.parameters())
     return Profile(
-        model=last.model,
+        **last.structure(),
         layers=layers,
         tensors=tuple(
             Tensor(
@@ -123,18 +123,9 @@ def profile(
             )
             for tensor in last.tensors
         ),
-        parameters=last.parameters,
         microbatch_sizes=sizes,
-        no_cut=last.no_cut,
-        opened=last.opened,
-        joinable=last.joinable,
-        glue=last.glue,
-        dynamic=last.dynamic,
-        fire_hooks=last.fire_hooks,
         optimizer_s=optimizer_s,
         optimizer=optimizer,
-        buffers=last.buffers,
-        buffer_bytes=last.buffer_bytes,
         slicing_s=slicing_s,
         step_s=step_s,
         unattributed_s=tuple(whole - parts_s for whole, parts_s in zip(step_s, sums, strict=True)) if step_s else (),
@@ -145,8 +136,6 @@ def profile(
         num_threads=threads,
         torch_version=torch.__version__,
         provenance="measured",
-        fingerprint=last.fingerprint,
-        call_digest=last.call_digest,
     )
 
 

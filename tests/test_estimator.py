@@ -102,3 +102,13 @@ def test_scores_are_those_of_the_definitions() -> None:
 def test_the_port_of_a_device_is_read_from_the_rows_words(words: str, gigabytes: float) -> None:
     port = port_of({"inter_link": words, "gpus_per_node": "8"})
     assert port is not None and slope(port) == pytest.approx(gigabytes * 1e9)
+
+
+def test_an_estimate_has_the_buffers_of_a_measured_profile() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 3))
+    common = {"loss_fn": nn.functional.mse_loss, "example_target": torch.zeros(8, 4, 4, 4)}
+    inputs = torch.zeros(8, 3, 8, 8)
+    measured, estimated = pt.profile(model, inputs, **common), estimate(model, inputs, device="H100", **common)
+    held = sum(buffer.bytes for buffer in estimated.buffers) + estimated.buffer_bytes
+    assert held == sum(buffer.nbytes for buffer in model.buffers())
+    assert (estimated.buffers, estimated.buffer_bytes) == (measured.buffers, measured.buffer_bytes)
