@@ -38,6 +38,15 @@ class Software:
 
 
 MEGATRON_2021 = Software(fused=True, overlap=False, gradient_bytes=2)
+MEGATRON_FLASH = Software(
+    fused=True,
+    flash=True,
+    gradient_bytes=4,
+    sequence_parallel=True,
+    dropout=False,
+    attention="flash3",
+    fused_casts=True,
+)
 SOFTWARE = {
     "bigscience_bloom": Software(fused=True, overlap=False, gradient_bytes=4),
     "vtrain_single": MEGATRON_2021,
@@ -45,42 +54,10 @@ SOFTWARE = {
     "megatron_a100_2020_2021": MEGATRON_2021,
     "zero_bubble": Software(fused=True, overlap=False, gradient_bytes=4),
     "papers_kort_megascale_llama3_mtnlg_bmtrain": Software(fused=True, gradient_bytes=4),
-    "megatron_h100_readme": Software(
-        fused=True,
-        flash=True,
-        gradient_bytes=4,
-        sequence_parallel=True,
-        dropout=False,
-        attention="flash3",
-        fused_casts=True,
-    ),
-    "megatron_bridge": Software(
-        fused=True,
-        flash=True,
-        gradient_bytes=4,
-        sequence_parallel=True,
-        dropout=False,
-        attention="flash3",
-        fused_casts=True,
-    ),
-    "nemo_long_seq": Software(
-        fused=True,
-        flash=True,
-        gradient_bytes=4,
-        sequence_parallel=True,
-        dropout=False,
-        attention="flash3",
-        fused_casts=True,
-    ),
-    "simumax_b200": Software(
-        fused=True,
-        flash=True,
-        gradient_bytes=4,
-        sequence_parallel=True,
-        dropout=False,
-        attention="flash3",
-        fused_casts=True,
-    ),
+    "megatron_h100_readme": MEGATRON_FLASH,
+    "megatron_bridge": MEGATRON_FLASH,
+    "nemo_long_seq": MEGATRON_FLASH,
+    "simumax_b200": MEGATRON_FLASH,
     "mosaic_mpt": Software(flash=True, attention="flash1", fused_casts=True, dropout=False),
     "torchtitan": Software(fused=True, flash=True, sequence_parallel=True, dropout=False),
     "fms_fsdp": Software(fused=True, flash=True, dropout=False),
