@@ -26,6 +26,7 @@ from torch.utils.flop_counter import flop_registry
 from partitioner.losses import Loss, LossFunction
 from partitioner.metarun import Shapes, on_meta, refuse_without_values
 from partitioner.microbatches import Cutter, MicroBatch, as_call
+from partitioner.recording import storage_of
 from partitioner.restore import untouched
 from partitioner.structures import map_tensors, tensors_in
 from partitioner.tracing import unwrap
@@ -149,8 +150,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.kept: set[int] = set()
         self.divided: set[int] = set()
         """Storages that tensor parallelism divides."""
-        self.parameters = {_storage(p): p for p in model.parameters()}
-        self.ours = set(self.parameters) | {_storage(b) for b in model.buffers()}
+        self.parameters = {storage_of(p): p for p in model.parameters()}
+        self.ours = set(self.parameters) | {storage_of(b) for b in model.buffers()}
         self.weight_split: dict[int, str] = {}
         """Storage of a parameter -> "column", "row", "vocabulary"."""
         self.columns_input: dict[int, int] = {}
@@ -166,7 +167,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def run(self, part: MicroBatch, loss_fn: LossFunction | None, training: bool) -> tuple[LayerWork, ...]:
         handles = self.watch_layers()
         training = training and any(p.requires_grad for p in self.model.parameters())
-        self.ours |= {_storage(tensor) for tensor in tensors_in((part.args, part.kwargs, part.target))}
+        self.ours |= {storage_of(tensor) for tensor in tensors_in((part.args, part.kwargs, part.target))}
         try:
             with torch.set_grad_enabled(training), _Attention(self), self, self.watch_saved():
                 self.starts.append(_sequence_number())
@@ -232,7 +233,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
 
     def number(self, tensor: torch.Tensor) -> int:
-        key = _storage(tensor)
+        key = storage_of(tensor)
         if key not in self.kept:
             self.kept.add(key)
             self.keep.append(tensor.untyped_storage())
@@ -544,13 +545,6 @@ def _note_attention(
 
 def _sequence_number() -> int:
     return int(torch._C._autograd._get_sequence_nr())
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (RuntimeError, NotImplementedError):
-        return id(tensor)
 
 
 def _nbytes(tensor: torch.Tensor) -> float:

@@ -33,6 +33,7 @@ from partitioner.microbatches import Cutter, MicroBatch, as_call
 from partitioner.parts import Payload
 from partitioner.profiles import Layer, LayerCost, Profile, Tensor
 from partitioner.progress import Progress, shown
+from partitioner.recording import storage_of
 from partitioner.restore import ModelState, random_states, set_random_states, untouched
 from partitioner.slicing import Slice, SliceRun
 from partitioner.structures import map_tensors, tensors_in
@@ -491,7 +492,7 @@ def _time_once(part: Slice, probe: _Probe, clock: _Clock) -> None:
 
 def _count_saved(model: nn.Module, probe: _Probe, device: torch.device) -> None:
     """Warm up once, and count what autograd keeps: each storage once, parameters and buffers left out."""
-    ours = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    ours = {storage_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
     kept: weakref.WeakSet[_Saved] = weakref.WeakSet()
     names = _Named()
 
@@ -506,7 +507,9 @@ def _count_saved(model: nn.Module, probe: _Probe, device: torch.device) -> None:
         with _as_surveyed(probe), torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
             run = part.run(probe.part.args, probe.part.kwargs, probe.received, meter=names)
             roots = _finish(probe, run)
-        saved = {_storage(one.tensor): _storage_bytes(one.tensor) for one in kept}  # what no graph needs is gone by now
+        saved = {
+            storage_of(one.tensor): _storage_bytes(one.tensor) for one in kept
+        }  # what no graph needs is gone by now
     except RuntimeError as error:
         if "saved tensor hooks" not in str(error):  # functorch's transforms allow none
             raise
@@ -515,16 +518,16 @@ def _count_saved(model: nn.Module, probe: _Probe, device: torch.device) -> None:
             roots = _finish(probe, run)
         saved = results.nbytes
     saved = {key: size for key, size in saved.items() if key not in ours}
-    given = {_storage(tensor) for tensor in tensors_in(probe.part)}
-    received = {_storage(tensor): name for name, tensor in names.received.items()}
+    given = {storage_of(tensor) for tensor in tensors_in(probe.part)}
+    received = {storage_of(tensor): name for name, tensor in names.received.items()}
     around: dict[int, tuple[str, ...]] = defaultdict(tuple)
     for name, tensor in names.around.items():
-        around[_storage(tensor)] += (name,)
+        around[storage_of(tensor)] += (name,)
     elsewhere = given | received.keys() | around.keys()
     probe.own_saved_bytes = sum(size for key, size in saved.items() if key not in elsewhere)
     probe.saved_inputs = frozenset(name for key, name in received.items() if key in saved)
     probe.saved_around = {mine: saved[key] for key, mine in around.items() if key in saved and key not in given}
-    probe.saved_made = frozenset(name for name, tensor in names.made.items() if _storage(tensor) in saved)
+    probe.saved_made = frozenset(name for name, tensor in names.made.items() if storage_of(tensor) in saved)
     _backward(roots, [] if isinstance(roots, torch.Tensor) else [torch.ones_like(tensor) for tensor in roots])
 
 
@@ -540,7 +543,7 @@ class _Results(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tensors_in(result):
-            self.nbytes[_storage(tensor)] = _storage_bytes(tensor)
+            self.nbytes[storage_of(tensor)] = _storage_bytes(tensor)
         return result
 
 
@@ -553,13 +556,6 @@ class _Saved:
 
 def _storage_bytes(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().nbytes() if tensor.layout == torch.strided else 0
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (RuntimeError, NotImplementedError):
-        return id(tensor)
 
 
 TRACED = 3
