@@ -4,6 +4,11 @@ Written is the Trace Event Format (Google, "Trace Event Format",
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU), in microseconds: complete events ("X")
 for what ranks do, flow events ("s", "f") from the action that sends to the one that receives, asynchronous events ("b",
 "e") for messages on their way, counters ("C") for bytes held. Predicted and measured steps are two processes.
+
+Perfetto's reader asks for more than the format says (found by loading traces into its trace processor, v55):
+    whole nanoseconds   it rounds start and duration apart, and drops a slice that then reaches into the next
+    no number 0         of a process or thread; a thread's number is its own in all processes
+    few names           asynchronous events have a track for each name, and without a local id one for all processes
 """
 
 from __future__ import annotations
@@ -39,10 +44,10 @@ def trace(plan: Plan, *, measured: Timeline | None = None) -> dict[str, Any]:
     edges = _edges(plan)
     events: list[Event] = []
     numbers = count(1)
-    for pid, timeline in enumerate([simulate(plan), *([] if measured is None else [measured])]):
+    for pid, timeline in enumerate([simulate(plan), *([] if measured is None else [measured])], start=1):
         name = f"{PROCESSES[timeline.measured]} step of {plan.profile.model}, {plan.schedule}"
         events += _tracks(pid, name, timeline.num_ranks)
-        events += [_complete(pid, span, timeline.start_s) for span in timeline.spans if span.kind in KINDS]
+        events += [_complete(pid, span, timeline) for span in timeline.spans if span.kind in KINDS]
         events += _transfers(pid, timeline, edges, numbers)
         events += _counters(pid, plan, timeline)
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"made_by": "partitioner", "version": "1"}}
@@ -74,8 +79,8 @@ def read(path: str | os.PathLike[str], *, measured: bool = True) -> Timeline:
     ours = [event for event in content["traceEvents"] if event["pid"] == pid]
     num_ranks = sum(event["name"] == "thread_name" for event in ours)
     spans = [_span(event, event["ts"], event["ts"] + event["dur"]) for event in ours if event["ph"] == "X"]
-    left = {event["id"]: event for event in ours if event["ph"] == "b"}
-    spans += [_span(left[e["id"]], left[e["id"]]["ts"], e["ts"]) for e in ours if e["ph"] == "e"]
+    left = {event["id2"]["local"]: event for event in ours if event["ph"] == "b"}
+    spans += [_span(left[e["id2"]["local"]], left[e["id2"]["local"]]["ts"], e["ts"]) for e in ours if e["ph"] == "e"]
     return Timeline(tuple(spans), num_ranks, measured)
 
 
@@ -88,23 +93,34 @@ def _tracks(pid: int, name: str, num_ranks: int) -> Iterator[Event]:
     def named(what: str, tid: int, **args: Any) -> Event:
         return {"name": what, "ph": "M", "pid": pid, "tid": tid, "ts": 0, "args": args}
 
-    yield named("process_name", 0, name=name)
-    yield named("process_sort_index", 0, sort_index=pid)
+    yield named("process_name", _thread(pid, 0), name=name)
+    yield named("process_sort_index", _thread(pid, 0), sort_index=pid)
     for rank in range(num_ranks):
-        yield named("thread_name", rank, name=f"rank {rank}")
-        yield named("thread_sort_index", rank, sort_index=rank)
+        yield named("thread_name", _thread(pid, rank), name=f"rank {rank}")
+        yield named("thread_sort_index", _thread(pid, rank), sort_index=rank)
 
 
-def _complete(pid: int, span: Span, start_s: float) -> Event:
+def _thread(pid: int, rank: int) -> int:
+    """A number that no other thread or process has: that of rank 7 is 1007 in the first process, 2007 in the next."""
+    return 1000 * pid + rank if rank < 1000 else 10**6 * pid + rank
+
+
+def _moment(timeline: Timeline, time_s: float) -> int:
+    """Nanoseconds since the step began."""
+    return round((time_s - timeline.start_s) * 1e9)
+
+
+def _complete(pid: int, span: Span, timeline: Timeline) -> Event:
     which = f" {span.microbatch}" if span.microbatch >= 0 else ""
+    start, end = _moment(timeline, span.start_s), _moment(timeline, span.end_s)
     return {
         "name": f"{KINDS[span.kind][1]}{which}",
         "cat": span.kind,
         "ph": "X",
-        "ts": (span.start_s - start_s) * 1e6,
-        "dur": (span.end_s - span.start_s) * 1e6,
+        "ts": start / 1e3,
+        "dur": (end - start) / 1e3,
         "pid": pid,
-        "tid": span.rank,
+        "tid": _thread(pid, span.rank),
         "args": _args(span),
     }
 
@@ -115,9 +131,16 @@ def _counters(pid: int, plan: Plan, timeline: Timeline) -> Iterator[Event]:
         total = one.total_bytes
         last = np.append(one.times_s[1:] > one.times_s[:-1], True)  # of several changes at a moment, the last one holds
         for time_s, held in zip(one.times_s[last].tolist(), total[last].tolist(), strict=True):
-            at = max(0.0, (time_s - timeline.start_s) * 1e6)
+            at = max(0, _moment(timeline, time_s)) / 1e3
             name = f"memory of rank {one.rank}"
-            yield {"name": name, "ph": "C", "pid": pid, "tid": one.rank, "ts": at, "args": {"bytes": held}}
+            yield {
+                "name": name,
+                "ph": "C",
+                "pid": pid,
+                "tid": _thread(pid, one.rank),
+                "ts": at,
+                "args": {"bytes": held},
+            }
 
 
 def _args(span: Span) -> dict[str, Any]:
@@ -128,7 +151,6 @@ def _transfers(
     pid: int, timeline: Timeline, edges: Mapping[tuple[int, str], Sequence[tuple[int, str]]], numbers: Iterator[int]
 ) -> Iterator[Event]:
     """Arrows from each action to those that wait for what it makes, and the messages on their way."""
-    start_s = timeline.start_s
     replica_of = _replicas(timeline)
     actions = {
         (replica_of[span.rank], span.stage, span.kind, span.microbatch): span
@@ -141,20 +163,21 @@ def _transfers(
             if receiver is None or receiver.rank == sender.rank:
                 continue
             common = {"name": "transfer", "cat": "transfer", "id": next(numbers), "pid": pid}
-            yield {**common, "ph": "s", "tid": sender.rank, "ts": (_inside(sender, 0.999) - start_s) * 1e6}
-            yield {
-                **common,
-                "ph": "f",
-                "bp": "e",
-                "tid": receiver.rank,
-                "ts": (_inside(receiver, 0.001) - start_s) * 1e6,
-            }
+            for phase, span, share in (("s", sender, 0.999), ("f", receiver, 0.001)):
+                at = _moment(timeline, _inside(span, share)) / 1e3
+                bound = {"bp": "e"} if phase == "f" else {}
+                yield {**common, **bound, "ph": phase, "tid": _thread(pid, span.rank), "ts": at}
     for span in timeline.spans:
         if span.kind == "send":
-            name = f"rank {span.rank} sends micro-batch {span.microbatch}"
-            common = {"name": name, "cat": "message", "id": next(numbers), "pid": pid, "tid": span.rank}
-            yield {**common, "ph": "b", "ts": (span.start_s - start_s) * 1e6, "args": _args(span)}
-            yield {**common, "ph": "e", "ts": (span.end_s - start_s) * 1e6}
+            common = {
+                "name": f"messages of rank {span.rank}",
+                "cat": "message",
+                "id2": {"local": next(numbers)},
+                "pid": pid,
+                "tid": _thread(pid, span.rank),
+            }
+            yield {**common, "ph": "b", "ts": _moment(timeline, span.start_s) / 1e3, "args": _args(span)}
+            yield {**common, "ph": "e", "ts": _moment(timeline, span.end_s) / 1e3}
 
 
 def _inside(span: Span, share: float) -> float:
