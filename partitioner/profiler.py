@@ -254,7 +254,8 @@ def _probes(
     counts = Counter(keys)
     first = {key: groups[k] for k, key in reversed(list(enumerate(keys)))}
     args, kwargs = (part.args, part.kwargs) if not on_meta else map_tensors((part.args, part.kwargs), _to_meta)
-    payloads, chances, state = _surveyed(model, captured, [group[0].id for group in first.values()], args, kwargs)
+    wanted = [[layer.id for layer in group] for group in first.values()]
+    payloads, chances, state = _surveyed(model, captured, wanted, args, kwargs)
     here = map_tensors(part, lambda tensor: _real(tensor, device))
     found = []
     for key, group in first.items():
@@ -286,10 +287,11 @@ def _keys(groups: Sequence[tuple[CapturedLayer, ...]]) -> list[str]:
 
 
 def _surveyed(
-    model: nn.Module, captured: Capture, layers: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: nn.Module, captured: Capture, groups: Sequence[Sequence[str]], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[dict[str, Payload], dict[str, _Chance], ModelState | None]:
-    """What each of `layers` receives, and how; the state of the model before, None where forwards do not change it.
+    """What each of `groups` receives, by its first layer, and how; and the state of the model before.
 
+    The state is None where forwards do not change it.
     Where a first forward builds something to keep, the second is taken; where layers are left out at random, more.
     """
     found: dict[str, Payload] = {}
@@ -299,7 +301,7 @@ def _surveyed(
         fated = FATES[(attempt + 1) % len(FATES)]  # left to chance last: then a layer runs, and those after it may not
         before, chance = ModelState(model), _Chance(random_states(), fated)
         with fate(chance.fate):
-            seen = survey(model, captured, layers, *map_tensors((args, kwargs), copied))
+            seen = survey(model, captured, groups, *map_tensors((args, kwargs), copied))
         if before.has_changed():
             if attempt == 0:
                 continue
@@ -307,9 +309,9 @@ def _surveyed(
             state.restore()
         found |= seen.payloads
         chances |= dict.fromkeys(seen.payloads, chance)
-        if found.keys() >= set(layers):
+        if found.keys() >= {names[0] for names in groups}:
             return found, chances, state
-    missing = next(name for name in layers if name not in found)
+    missing = next(names[0] for names in groups if names[0] not in found)
     raise UnsupportedModelError(
         f"layer {missing} ran when the model was captured, and in none of {MAX_SURVEYS} forwards later: the model must "
         f"be measured in a mode in which it runs all of its layers"

@@ -27,14 +27,21 @@ class Survey:
 
 
 def survey(
-    model: nn.Module, captured: Capture, layers: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    model: nn.Module,
+    captured: Capture,
+    groups: Sequence[Sequence[str]],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
 ) -> Survey:
-    """Run the whole forward once, as for training, and keep what each of `layers` would receive.
+    """Run the whole forward once, as for training, and keep what each of `groups` would receive, by its first layer.
 
-    For a `Slice` of one such layer, cut out with `alone`. Tensors are copies.
+    A group is consecutive layers that are to be a `Slice`, cut out with `alone`. Tensors are copies.
     """
     part = Slice(model, captured, {layer.id: 0 for layer in captured.layers}, 0, join=False)
-    needs = {name: [t.id for t in captured.tensors if name in t.consumers] for name in layers}
+    needs = {
+        names[0]: [t.id for t in captured.tensors if t.producer not in names and set(names) & set(t.consumers)]
+        for names in groups
+    }
     part.wanted = frozenset(base_name(name) for route in needs.values() for name in route)
     walk = _Surveyor(part, needs, {tensor.id: tensor.needs_gradient for tensor in captured.tensors})
     walk.note_inputs((args, dict(kwargs)))

@@ -15,7 +15,7 @@ def test_a_survey_gives_each_layer_what_it_would_receive() -> None:
     case = quiet(lambda: build("unet"))
     captured = capture(case.model, case.args, max_share=1 / 100)
     ids = [layer.id for layer in captured.layers]
-    seen = survey(case.model, captured, ids, case.args, {})
+    seen = survey(case.model, captured, [[name] for name in ids], case.args, {})
     assert torch.equal(seen.output, case.model(*case.args))
     for name in ids[1:-1]:
         stage_of = alone(captured, name)
@@ -26,3 +26,15 @@ def test_a_survey_gives_each_layer_what_it_would_receive() -> None:
         made = {tensor.id for tensor in captured.tensors if tensor.producer == name}
         if any(following in tensor.consumers and tensor.id in made for tensor in captured.tensors):
             assert run.sends[2].tensors
+
+
+def test_layers_that_are_to_run_together_receive_what_any_of_them_needs() -> None:
+    case = quiet(lambda: build("unet"))
+    captured = capture(case.model, case.args, max_share=1 / 100)
+    ids = [layer.id for layer in captured.layers]
+    skip = next(tensor for tensor in captured.tensors if len(tensor.consumers) > 1)
+    first, last = ids.index(skip.producer) + 2, ids.index(skip.consumers[-1])
+    assert ids[first] not in skip.consumers
+    seen = survey(case.model, captured, [ids[first : last + 1]], case.args, {})
+    part = Slice(case.model, captured, alone(captured, ids[first], ids[last]), 1, join=False)
+    assert part.run(case.args, {}, {0: seen.payloads[ids[first]]}).sends[2].tensors
