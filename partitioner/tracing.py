@@ -109,10 +109,16 @@ class Watcher(ABC):
         self.num_calls: Counter[str] = Counter()
         self.in_custom = False
         """Inside of a custom autograd Function or a functorch transform: that is one function, whatever it calls."""
-        self.functions: TorchFunctionMode = _Functions(self)
-        """Tells of torch functions, while it is entered."""
         self.failure: Exception | None = None
         """The first error that was reported, which the model's own code may have swallowed."""
+
+    @property
+    def functions(self) -> TorchFunctionMode:
+        """Tells of torch functions, while it is entered.
+
+        Made anew each time, as a cycle would keep all cut tensors and their graphs until Python next collects cycles.
+        """
+        return _Functions(self)
 
     def enter(self, path: str) -> str:
         """Count a call of the module at `path`; its id."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import random
+import weakref
 
 import pytest
 import torch
@@ -344,3 +346,23 @@ def test_stages_run_under_torchs_own_profiler(how: dict) -> None:
         cut = run_cut(case, captured, stage_of)
     worst, where = difference(whole, cut)
     assert worst < 1e-6, where
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+def test_what_a_forward_made_goes_with_it_and_waits_for_no_garbage_collection(name: str) -> None:
+    """A cycle through what watches a forward kept all cut tensors, their graphs with them, until Python collected."""
+    case, captured = captured_case(name, 1 / 10)
+    stage_of = split(captured, even_cuts(captured, 3))
+    slices = [Slice(case.model, captured, stage_of, stage) for stage in range(3)]
+    gc.collect()
+    gc.disable()
+    try:
+        runs, backward = chain(slices, case.args, case.kwargs or {})
+        kept = [weakref.ref(t) for run in runs for payload in run.sends.values() for t in payload.tensors]
+        kept += [
+            weakref.ref(leaf) for run in runs for leaves in run.leaves.values() for leaf in leaves if leaf is not None
+        ]
+        del runs, backward
+        assert kept and not [reference for reference in kept if reference() is not None]
+    finally:
+        gc.enable()
