@@ -16,14 +16,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from partitioner.display import Shown
 from partitioner.errors import ArgumentError
+from partitioner.intervals import Floats, IntervalMax, IntervalSum, Ints, Use, sums_before
 from partitioner.profiles import LayerCost, LayerMemory, Parameter, Profile, Tensor
 from partitioner.specs import Recompute
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-
-MOST_CELLS = 2**19
-"""A table of sums may have so many numbers: 4 MiB, and there are some for every micro-batch size."""
 
 
 class StageTransfer(NamedTuple):
@@ -34,130 +29,6 @@ class StageTransfer(NamedTuple):
     forward_bytes: float
     backward_bytes: float
     """Gradients coming back: only of tensors that need one."""
-
-
-class Use(NamedTuple):
-    """A thing of `amount` is used at layer `at`; `previous` is where it was used or made before that, -1: nowhere."""
-
-    at: int
-    previous: int
-    amount: float
-
-
-class IntervalSum:
-    """Sum of what the layers [first, last) use, each thing counted once however often they use it.
-
-    A use counts when it is the first in the interval:
-
-        total(first, last) = sum of amount over uses with  previous < first <= at < last
-
-    Three kinds of use keep every query short: `previous == -1` is a prefix sum, `previous == at - 1` counts for
-    `first == at` alone, and only the rest ("long": tied parameters, skip connections) needs more: a table with one row
-    for each distinct `previous` where that is small, O(log n) a query, and elsewhere `_Dominance`, O(log^2 n).
-
-    >>> tied = IntervalSum(3, [Use(0, -1, 10.0), Use(2, 0, 10.0)])     # one parameter of 10, used by layers 0 and 2
-    >>> [float(tied(first, last)) for first, last in ((0, 1), (0, 3), (1, 2), (2, 3))]
-    [10.0, 10.0, 0.0, 10.0]
-    """
-
-    def __init__(self, num_layers: int, uses: Iterable[Use] | Floats) -> None:
-        """uses: as Use, or [k, 3] of the same columns."""
-        table = uses if isinstance(uses, np.ndarray) else np.array(list(uses), dtype=float).reshape(-1, 3)
-        at, previous, amount = table[:, 0].astype(np.int64), table[:, 1].astype(np.int64), table[:, 2]
-        fresh, near = previous < 0, previous == at - 1
-        near &= ~fresh
-        far = ~(fresh | near)
-        self._prefix = _before(np.bincount(at[fresh], amount[fresh], num_layers))
-        self._adjacent = np.bincount(at[near], amount[near], num_layers + 1)
-        self.prefix: Floats | None = None if far.any() or near.any() else self._prefix
-        """Totals up to each position where `total(i, j) = prefix[j] - prefix[i]`; None where things are shared."""
-        self._far: _Table | _Dominance | None = None
-        if far.any():
-            num_rows = len(np.unique(previous[far]))
-            kind = _Table if num_rows * num_layers <= MOST_CELLS else _Dominance
-            self._far = kind(num_layers, at[far], previous[far], amount[far])
-
-    @cached_property
-    def prefix_list(self) -> list[float] | None:
-        return None if self.prefix is None else self.prefix.tolist()
-
-    def __call__(self, first: ArrayLike, last: ArrayLike) -> Any:
-        """Totals of the intervals [first, last), first < last; arrays of positions broadcast."""
-        i, j = np.asarray(first), np.asarray(last)
-        total = self._prefix[j] - self._prefix[i] + self._adjacent[i]
-        return total if self._far is None else total + self._far(i, j)
-
-
-class _Table:
-    """Sum of amount over `previous < first <= at < last`: sums up to each position, a row a distinct `previous`."""
-
-    def __init__(self, num_layers: int, at: Ints, previous: Ints, amount: Floats) -> None:
-        self._rows, row = np.unique(previous, return_inverse=True)
-        self._table = np.zeros((len(self._rows) + 1, num_layers + 1))
-        np.add.at(self._table, (row + 1, at + 1), amount)
-        np.cumsum(self._table, axis=0, out=self._table)
-        np.cumsum(self._table, axis=1, out=self._table)
-
-    def __call__(self, first: Any, last: Any) -> Any:
-        row = np.searchsorted(self._rows, first)
-        return self._table[row, last] - self._table[row, first]
-
-
-class _Dominance:
-    """The same in O(k log k) memory for k uses: a wavelet matrix (Claude & Navarro 2012) over `previous`, by `at`.
-
-    A level sorts the uses by one bit of `previous`, zeros first, and remembers for each place how many zeros, and how
-    much of their amount, come before it. From the highest bit on, a query keeps those uses whose bits so far equal
-    those of `first`, and adds the zeros where `first` has a one: they are smaller.
-    """
-
-    def __init__(self, num_layers: int, at: Ints, previous: Ints, amount: Floats) -> None:
-        order = np.argsort(at, kind="stable")
-        previous, amount = previous[order], amount[order]
-        self._start = np.searchsorted(at[order], np.arange(num_layers + 1))
-        self._levels: list[tuple[int, Ints, Floats, int]] = []
-        for bit in range(int(num_layers).bit_length() - 1, -1, -1):
-            zero = (previous >> bit) & 1 == 0
-            zeros = np.concatenate(([0], np.cumsum(zero)))
-            self._levels.append((bit, zeros, _before(amount * zero), int(zeros[-1])))
-            order = np.argsort(~zero, kind="stable")
-            previous, amount = previous[order], amount[order]
-
-    def __call__(self, first: Any, last: Any) -> Any:
-        low, high = self._start[first], self._start[last]
-        total = np.zeros(np.broadcast(first, last).shape)
-        for bit, zeros, amounts, num_zeros in self._levels:
-            one = (first >> bit) & 1 == 1
-            total = total + np.where(one, amounts[high] - amounts[low], 0.0)
-            low = np.where(one, num_zeros + low - zeros[low], zeros[low])
-            high = np.where(one, num_zeros + high - zeros[high], zeros[high])
-        return total
-
-
-class IntervalMax:
-    """The largest of values[first:last], any number of intervals at once: O(n log n) to build, O(1) a query.
-
-    The table of Bender & Farach-Colton 2000: row k holds the largest of the 2^k values from each place on.
-
-    >>> largest = IntervalMax(np.array([3.0, 1.0, 4.0, 1.0]))
-    >>> [float(largest(first, last)) for first, last in ((0, 2), (1, 2), (0, 4))]
-    [3.0, 1.0, 4.0]
-    """
-
-    def __init__(self, values: Floats) -> None:
-        rows = [np.asarray(values, float)]
-        while 2 ** len(rows) <= len(values):
-            half = 2 ** (len(rows) - 1)
-            longer = rows[-1].copy()
-            longer[:-half] = np.maximum(longer[:-half], rows[-1][half:])
-            rows.append(longer)
-        self._rows = np.array(rows)
-
-    def __call__(self, first: ArrayLike, last: ArrayLike) -> Any:
-        """Largest over the intervals [first, last), first < last; arrays of positions broadcast."""
-        i, j = np.asarray(first), np.asarray(last)
-        row = np.frexp(np.maximum(j - i, 1))[1] - 1
-        return np.maximum(self._rows[row, i], self._rows[row, np.maximum(j - 2**row, 0)])
 
 
 @dataclass(frozen=True)
@@ -348,7 +219,7 @@ class CostGraph(Shown):
         if samples not in self._recomputed_at:
             costs = self.at(samples)
             backward_s = costs.backward_s + costs.forward_s
-            before_s = _before(costs.forward_s + backward_s)
+            before_s = sums_before(costs.forward_s + backward_s)
             self._recomputed_at[samples] = replace(costs, backward_s=backward_s, before_s=before_s)
         return self._recomputed_at[samples]
 
@@ -436,7 +307,7 @@ class CostGraph(Shown):
             received: Floats = np.asarray(self.at(samples).received(at, at + 1)) / whole
             kept = received if recompute == "always" else np.minimum(saved, received + products * of("product"))
             most = most + received
-        before = _before(kept)
+        before = sums_before(kept)
         return Holding(before, IntervalMax(before[:-1] + np.maximum(most, kept)))
 
     # Parameters
@@ -579,9 +450,9 @@ class CostGraph(Shown):
             saved_bytes=saved_bytes,
             backward_input_s=parts.get("backward_input_s"),
             backward_weight_s=parts.get("backward_weight_s"),
-            before_s=_before(forward_s + backward_s),
-            forward_before_s=_before(forward_s),
-            saved_before=_before(saved_bytes),
+            before_s=sums_before(forward_s + backward_s),
+            forward_before_s=sums_before(forward_s),
+            saved_before=sums_before(saved_bytes),
             crossing_bytes=crossing[0],
             crossing_gradient_bytes=crossing[1],
             next_bytes=following[0],
@@ -685,11 +556,6 @@ class _Flows:
 def _table(rows: Sequence[Sequence[float]], width: int) -> Floats:
     """[width, rows]"""
     return np.array(rows, float).reshape(len(rows), width).T
-
-
-def _before(values: Any) -> Floats:
-    """Sums of what comes before each position: `total(i, j) = before[j] - before[i]`."""
-    return np.concatenate(([0.0], np.cumsum(values)))
 
 
 def _interpolated(sizes: Sequence[int], table: Floats, samples: float) -> Floats:

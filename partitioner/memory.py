@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from partitioner.graph import CostGraph, IntervalMax, IntervalSum
+from partitioner.graph import CostGraph
+from partitioner.intervals import IntervalMax, IntervalSum
 from partitioner.plan import MemoryItems
 from partitioner.schedule import build_schedule, in_flight, placement
 from partitioner.specs import Device, Recompute, ScheduleName, Shard, StateBytes, Training

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from chains import chain, random_chain
 
-from partitioner import graph as graph_module
+from partitioner import intervals
 from partitioner.errors import ArgumentError
-from partitioner.graph import CostGraph, IntervalSum, Use
+from partitioner.graph import CostGraph
+from partitioner.intervals import IntervalSum, Use
 from partitioner.profiles import Parameter
 
 
@@ -168,7 +169,7 @@ def test_many_skips_are_summed_in_little_memory_as_in_a_table(seed, monkeypatch)
     n = rng.choice([5, 8, 16, 33])
     uses = [Use(at, rng.randrange(-1, at), float(rng.randrange(9))) for at in range(n) for _ in range(3)]
     tables = IntervalSum(n, uses)
-    monkeypatch.setattr(graph_module, "MOST_CELLS", 0)
+    monkeypatch.setattr(intervals, "MOST_CELLS", 0)
     levels = IntervalSum(n, uses)
     first, last = np.array(runs(n)).T
     assert levels(first, last).tolist() == tables(first, last).tolist()

@@ -13,7 +13,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from partitioner.graph import CostGraph, Holding, IntervalSum
+from partitioner.graph import CostGraph, Holding
+from partitioner.intervals import IntervalSum
 from partitioner.memory import BUCKET_BYTES, Spread, interval_memory
 from partitioner.schedule import in_flight
 from partitioner.solver.layout import Layout
