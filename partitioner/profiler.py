@@ -3,7 +3,7 @@
 capture     one forward at each micro-batch size: layers, tensors between them, which layers are alike
 survey      one forward at each size: what each layer to be measured receives
 measure     rounds over the layers that differ (forward with the glue behind it, backward), interleaved so that
-            drift of the machine meets all alike; the median
+            drift of the machine meets all alike; the median run, of an even number the faster one in the middle
 whole step  the unsliced model beside them; the difference is reported as `unattributed_s`
 """
 
@@ -17,7 +17,6 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from partitioner.capture import FATES, Capture, CapturedLayer, CapturedTensor, capture, copied, fate
 from partitioner.errors import ArgumentError, SetupError, UnsupportedModelError
 from partitioner.joining import base_name
-from partitioner.layer_trace import name_layers
+from partitioner.layer_trace import DIRECTIONS, named_range, range_name, recorded, trace_folder
 from partitioner.losses import Loss, LossFunction
 from partitioner.microbatches import Cutter, MicroBatch, as_call
 from partitioner.parts import Payload
@@ -71,11 +70,13 @@ def profile(
     the parameters are; a model elsewhere (meta included) is brought there one layer at a time.
     `microbatch_sizes`: samples; None: an eighth and a half of the batch, two or more. `max_share`: see `capture`.
     `num_threads`: CPU threads that one rank will have. `whole_step`: also time the unsliced model.
-    `trace_dir`: write a torch.profiler trace of one pass, its ranges named by layer.
+    `trace_dir`: write a torch.profiler trace of the timed runs themselves, its ranges named by layer. The profiler adds
+    a microsecond to every operator, and so to this Profile: where layers take under a millisecond, plan with another.
     `progress`: as for `partition`.
     """
     model = unwrap(model)
     where = _device_of(model, device)
+    traces = None if trace_dir is None else trace_folder(trace_dir)
     args, kwargs = as_call(example_inputs)
     cutter = Cutter(batch_dim)
     batch = cutter.batch_size(args, kwargs)
@@ -95,9 +96,8 @@ def profile(
             probes[size] = _probes(model, captures[size], parts[size], where, loss, on_meta)
         tell("measuring layers", 0.1)
         everywhere = all(p.device == where for p in (*model.parameters(), *model.buffers()))
-        _measure(model, [p for size in sizes for p in probes[size]], where, everywhere, tell)
-        if trace_dir is not None:
-            _trace(model, [p for size in sizes for p in probes[size]], where, everywhere, Path(trace_dir))
+        with contextlib.nullcontext() if traces is None else recorded(traces, cuda=where.type == "cuda"):
+            _measure(model, [p for size in sizes for p in probes[size]], where, everywhere, tell)
         slicing_s = _slicing_seconds(model, captures[sizes[0]], parts[sizes[0]], where) if everywhere else 0.0
         step_s: tuple[float, ...] = ()
         if whole_step and everywhere:
@@ -230,6 +230,12 @@ class _Probe:
     """Saved of what every rank makes itself, such as masks: all names of each, and its bytes."""
     saved_made: frozenset[str] = frozenset()
     """Names of what the layer itself made that are among its own saved bytes."""
+
+    @property
+    def name(self) -> str:
+        """As traces have it: the layer, or the first and the last of those together, and how many are alike."""
+        ids = self.layers[0].id if len(self.layers) == 1 else f"{self.layers[0].id} … {self.layers[-1].id}"
+        return f"{ids} ({self.samples} samples{f', one of {self.count} alike' if self.count > 1 else ''})"
 
     @property
     def is_tight(self) -> bool:
@@ -439,14 +445,24 @@ def _backward(roots: torch.Tensor | list[torch.Tensor], gradients: list[torch.Te
 class _StopWatch(Meter):
     """Adds up the layers and functions of a stage's own part; what watching them costs is left out."""
 
-    def __init__(self, clock: _Clock) -> None:
-        self.clock = clock
+    def __init__(self, clock: _Clock, name: str = "timed") -> None:
+        self.clock, self.name = clock, name
         self.marks: list[Any] = []
 
     def start(self) -> None:
+        self.range = named_range(self.name)
+        self.range.__enter__()
         self.marks.append(self.clock.now())
 
-    stop = start
+    def stop(self) -> None:
+        self.marks.append(self.clock.now())
+        self.range.__exit__(None, None, None)
+
+    def __enter__(self) -> None:
+        self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     def seconds(self) -> float:
         return sum(map(self.clock.between, self.marks[::2], self.marks[1::2]))
@@ -478,18 +494,17 @@ def _as_surveyed(probe: _Probe) -> Iterator[None]:
 
 
 def _time_once(part: Slice, probe: _Probe, clock: _Clock) -> None:
-    watch = _StopWatch(clock)
+    names = [range_name(way, probe.name, len(probe.forward_s)) for way in DIRECTIONS]
+    forward, backward = (_StopWatch(clock, name) for name in names)
     with _as_surveyed(probe):
-        run = part.run(probe.part.args, probe.part.kwargs, probe.received, meter=watch)
-    watch.start()
-    roots = _finish(probe, run)
-    watch.stop()
+        run = part.run(probe.part.args, probe.part.kwargs, probe.received, meter=forward)
+    with forward if probe.loss is not None else contextlib.nullcontext():  # the loss is the last layer's
+        roots = _finish(probe, run)
     gradients = [] if isinstance(roots, torch.Tensor) else [torch.ones_like(tensor) for tensor in roots]
-    before = clock.now()
-    _backward(roots, gradients)
-    stop = clock.now()
-    probe.forward_s.append(watch.seconds())
-    probe.backward_s.append(clock.between(before, stop))
+    with backward:
+        _backward(roots, gradients)
+    probe.forward_s.append(forward.seconds())
+    probe.backward_s.append(backward.seconds())
 
 
 def _count_saved(model: nn.Module, probe: _Probe, device: torch.device) -> None:
@@ -558,65 +573,6 @@ class _Saved:
 
 def _storage_bytes(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().nbytes() if tensor.layout == torch.strided else 0
-
-
-TRACED = 3
-"""Runs of each layer in a trace; one more, before them, warms up."""
-
-
-def _trace(model: nn.Module, probes: list[_Probe], device: torch.device, everywhere: bool, directory: Path) -> None:
-    """More runs with torch.profiler on, a range named by each layer's full id around what is timed of it."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    directory.mkdir(parents=True, exist_ok=True)
-    before = set(directory.iterdir())
-    handler = torch.profiler.tensorboard_trace_handler(os.fspath(directory))
-    with torch.profiler.profile(activities=activities, on_trace_ready=handler, record_shapes=True):
-        for probe in probes:
-            with _resident(model, probe.layers, device, everywhere):
-                part = _slice(model, probe, device)
-                for run in range(1 + TRACED):
-                    _trace_once(part, probe, device, traced=run > 0)
-    for made in sorted(set(directory.iterdir()) - before):
-        if made.name.endswith(".pt.trace.json"):
-            name_layers(made)
-
-
-def _trace_once(part: Slice, probe: _Probe, device: torch.device, *, traced: bool) -> None:
-    label = f"{probe.layers[0].id} ({probe.samples} samples)"
-    ranges = _Ranges(f"forward {label}", device) if traced else None
-    with _as_surveyed(probe):
-        run = part.run(probe.part.args, probe.part.kwargs, probe.received, meter=ranges)
-    with _range(f"forward {label}", device) if traced and probe.loss is not None else contextlib.nullcontext():
-        roots = _finish(probe, run)
-    ones = [] if isinstance(roots, torch.Tensor) else [torch.ones_like(tensor) for tensor in roots]
-    with _range(f"backward {label}", device) if traced else contextlib.nullcontext():
-        _backward(roots, ones)
-
-
-@contextlib.contextmanager
-def _range(name: str, device: torch.device) -> Iterator[None]:
-    """A range of the trace that ends when the device has done what was asked of it inside."""
-    with torch.profiler.record_function(name):
-        yield
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-
-class _Ranges(Meter):
-    """A range of the trace around each piece of a layer: where `_StopWatch` measures."""
-
-    def __init__(self, name: str, device: torch.device) -> None:
-        self.name, self.device = name, device
-        self.open: list[Any] = []
-
-    def start(self) -> None:
-        self.open.append(_range(self.name, self.device))
-        self.open[-1].__enter__()
-
-    def stop(self) -> None:
-        self.open.pop().__exit__(None, None, None)
 
 
 def _slicing_seconds(model: nn.Module, captured: Capture, part: MicroBatch, device: torch.device) -> float:
@@ -722,7 +678,7 @@ def _layers(captures: dict[int, Capture], probes: dict[int, list[_Probe]]) -> tu
             for names, nbytes in probe.saved_around.items():
                 saved += 0 if counted.intersection(names) else nbytes
                 counted.update(names)
-            forward_s, backward_s = statistics.median(probe.forward_s), statistics.median(probe.backward_s)
+            forward_s, backward_s = statistics.median_low(probe.forward_s), statistics.median_low(probe.backward_s)
             for layer, share in zip(group, _shares(group), strict=True):
                 cost = LayerCost(
                     samples=size,
