@@ -40,52 +40,55 @@ def replica_costs(
     *,
     num_microbatches: int,
     cuts: Sequence[int],
-    ranks: Sequence[Sequence[int]],
+    devices: Sequence[Sequence[int]],
     recompute: Sequence[bool] = (),
 ) -> list[Replica]:
-    """What each replica's stages and transfers take on the devices and links that `ranks` gives them.
+    """What each replica's stages and transfers take on the devices and links that they have.
+
+    devices: of the cluster, by stage, one a replica.
 
     A micro-batch is batch / (replicas x micro-batches) samples, a fraction where that does not divide. `recompute`: by
     stage, whether its layers run again in their backward; empty is never. Stages of one rank hand tensors over in no
     time.
     """
     graph.check_cuts(cuts)
-    num_replicas = len(ranks[0])
+    num_replicas = len(devices[0])
     samples = training.batch_size / (num_replicas * num_microbatches)
     if samples < 1:
         raise ArgumentError(
             f"a batch of {training.batch_size} cannot be cut into {num_replicas} replicas x {num_microbatches} "
             "micro-batches: use fewer of them or a larger batch_size"
         )
-    if (highest := max(map(max, ranks))) >= cluster.num_devices:
-        raise ArgumentError(f"rank {highest} has no device: the cluster has {cluster.num_devices}")
+    if (highest := max(map(max, devices))) >= cluster.num_devices:
+        raise ArgumentError(f"there is no device {highest}: the cluster has {cluster.num_devices}")
     arrays = graph.at(samples)
     bounds = graph.bounds(cuts)
     moved = graph.transfers(cuts, samples)
     shared = [(parameter.bytes, owners) for parameter, owners in graph.synced_parameters(cuts) if parameter.trainable]
     elements = float(graph.trainable_elements(0, graph.num_layers))
     replicas: list[Replica] = []
-    sync_links = [cluster.slowest_link(tuple(row)) for row in ranks]
+    sync_links = [cluster.slowest_link(tuple(row)) for row in devices]
     known: dict[tuple[tuple[float, int], ...], Replica] = {}
     for r in range(num_replicas):
-        nodes = [cluster.nodes[row[r]] for row in ranks]
+        nodes = [cluster.nodes[row[r]] for row in devices]
         looks = tuple(
-            (cluster.devices[row[r]].relative_speed, nodes.index(node)) for row, node in zip(ranks, nodes, strict=True)
+            (cluster.devices[row[r]].relative_speed, nodes.index(node))
+            for row, node in zip(devices, nodes, strict=True)
         )
         if looks in known:  # the same stages on devices as fast, and the same of them in one node
             replicas.append(known[looks])
             continue
         stages = []
         for stage, (first, last) in enumerate(bounds):
-            speed, link = cluster.devices[ranks[stage][r]].relative_speed, sync_links[stage]
+            speed, link = cluster.devices[devices[stage][r]].relative_speed, sync_links[stage]
             if len(bounds) == 1:
                 sync_s = replica_sync_s(graph, link, samples, num_replicas, speed)
             else:
                 sync_s = link.all_reduce_time(float(graph.trainable_bytes(first, last)), num_replicas)
             for num_bytes, owners in shared:
                 if stage in owners:
-                    link = cluster.slowest_link(tuple(ranks[owner][r] for owner in owners))
-                    sync_s += link.all_reduce_time(num_bytes, len({ranks[owner][r] for owner in owners}))
+                    link = cluster.slowest_link(tuple(devices[owner][r] for owner in owners))
+                    sync_s += link.all_reduce_time(num_bytes, len({devices[owner][r] for owner in owners}))
             part = float(graph.trainable_elements(first, last)) / elements if elements else 0.0
             forward_s = float(arrays.forward_s[first:last].sum())
             again_s = forward_s if recompute and recompute[stage] else 0.0
@@ -108,9 +111,9 @@ def replica_costs(
             )
         transfers = []
         for source, target, forward_bytes, backward_bytes in moved:
-            first_rank, second_rank = ranks[source][r], ranks[target][r]
-            link = cluster.link(first_rank, second_rank)
-            times = [link.time(size) if first_rank != second_rank else 0.0 for size in (forward_bytes, backward_bytes)]
+            sender, receiver = devices[source][r], devices[target][r]
+            link = cluster.link(sender, receiver)
+            times = [link.time(size) if sender != receiver else 0.0 for size in (forward_bytes, backward_bytes)]
             transfers.append(Transfer(source, target, *times))
         known[looks] = Replica(tuple(stages), tuple(transfers))
         replicas.append(known[looks])
@@ -124,10 +127,10 @@ def forward_costs(
     num_microbatches: int,
     *,
     cuts: Sequence[int],
-    ranks: Sequence[Sequence[int]],
+    devices: Sequence[Sequence[int]],
 ) -> list[Replica]:
     """`replica_costs` of forward passes: nothing comes back, is reduced or updated."""
-    replicas = replica_costs(graph, cluster, training, num_microbatches=num_microbatches, cuts=cuts, ranks=ranks)
+    replicas = replica_costs(graph, cluster, training, num_microbatches=num_microbatches, cuts=cuts, devices=devices)
     return [
         Replica(
             tuple(StageCost(stage.forward_s, 0.0) for stage in one.stages),
@@ -162,7 +165,7 @@ def replica_sync_s(graph: CostGraph, link: Link, samples: float, num_replicas: i
 
 
 def place(cluster: Cluster, num_stages: int, num_replicas: int) -> tuple[tuple[int, ...], ...]:
-    """Ranks of each stage, one a replica: the stages of a replica sit side by side, within a node where they can."""
+    """Devices of each stage, one a replica: the stages of a replica sit side by side, within a node where they can."""
     num_ranks = num_stages * num_replicas
     if num_ranks > cluster.num_devices:
         raise ArgumentError(

@@ -21,7 +21,7 @@ import numpy as np
 
 from partitioner.errors import ArgumentError
 from partitioner.graph import CostGraph
-from partitioner.memory import Spread, interval_memory, memory_limit, rank_memory
+from partitioner.memory import Spread, interval_memory, memory_limit, rank_memory, room_bytes
 from partitioner.plan import MemoryItems
 from partitioner.schedule import in_flight, placement
 from partitioner.specs import (
@@ -343,8 +343,7 @@ class Search:
         layout = Layout(tp=choice.tp, microbatch=choice.microbatch, sequence_parallel=choice.tp > 1)
         work = demand.prices.work.at(choice.microbatch)
         before = np.concatenate([[0.0], np.cumsum([demand.prices.layer(one, layout).total_s for one in work])])
-        groups = (choice.tp > 1) + (p > 1) + (choice.dp > 1)
-        room = demand.limit_bytes - demand.device.overhead_bytes - groups * demand.device.communicator_bytes
+        room = room_bytes(demand.device, demand.limit_bytes, choice.tp, p, choice.dp)
         held = [in_flight(choice.schedule, s, p, min(choice.num_microbatches, 4 * p)) for s in range(p)]
         if choice.schedule == "gpipe":
             held = [choice.num_microbatches] * p
@@ -364,7 +363,7 @@ class Search:
                 replicated=choice.dp > 1,
                 spread=self.spread(choice),
             )
-            size = (1 + demand.device.slack) * sum(np.asarray(value) for value in items.values())
+            size = sum(np.asarray(value) for value in items.values())
             good = ends[(size + len(items) <= room) & (before[ends] - before[first] <= most_s * (1 + 1e-9))]
             return int(good[-1]) if len(good) else None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -40,9 +40,10 @@ def stage_memory(
     rank holds the most, and what the rank has once stands with its first stage: together they are the rank's peak, but
     for the gradients on their way, which only the stage at work has.
     recompute: layers keep what they received and run again in their backward, one at a time.
-    `overhead` is the device's own; the total is to be held against `memory_limit(device, training)`.
+    The total, overhead and slack of the device included, is to be held against `memory_limit(device, training)`.
     """
     bounds, num_stages = graph.bounds(cuts), len(cuts) + 1
+    overhead = overhead_bytes(device, num_ranks or num_stages, num_replicas)
     samples = training.batch_size / (num_replicas * num_microbatches)
 
     def items_of(stages: slice | int, held: ArrayLike) -> dict[str, Any]:
@@ -60,14 +61,40 @@ def stage_memory(
 
     if num_ranks is None or num_ranks == num_stages:
         items = items_of(stage, in_flight(schedule, stage, num_stages, num_microbatches))
-        return MemoryItems(**{name: math.ceil(value) for name, value in items.items()}, overhead=device.overhead_bytes)
+        return on_device(items, device, overhead)
     none, one = (sum(items_of(slice(None), count).values()) for count in (0, 1))
     held = _held_at_peak(schedule, num_stages, num_microbatches, num_ranks, np.asarray(one - none))
     items = items_of(stage, held[stage])
     if stage >= num_ranks:
         items["buffers"] = items["buffers"] - graph.profile.buffer_bytes
-    overhead = device.overhead_bytes if stage < num_ranks else 0
-    return MemoryItems(**{name: math.ceil(value) for name, value in items.items()}, overhead=overhead)
+    return on_device(items, device, overhead if stage < num_ranks else 0)
+
+
+def overhead_bytes(device: Device, *axes: int) -> int:
+    """What a rank's device holds before anything is computed: its context, and a communicator for each axis of the mesh
+    (`axes`: their sizes) on which there are other ranks."""
+    return device.overhead_bytes + sum(size > 1 for size in axes) * device.communicator_bytes
+
+
+def room_bytes(device: Device, limit_bytes: int, *axes: int) -> int:
+    """Bytes for all items but overhead and slack, so that with these a rank of a mesh of such axes keeps to its limit:
+
+        items + slack x items + overhead <= limit
+
+    Negative where the overhead alone is over it.
+    """
+    free = limit_bytes - overhead_bytes(device, *axes)
+    return free if not device.slack else math.floor(free / (1 + device.slack)) - _ROUNDING
+
+
+_ROUNDING = 8
+"""Slack is rounded up for every stage of a rank."""
+
+
+def on_device(items: Mapping[str, Any], device: Device, overhead: int) -> MemoryItems:
+    """The items rounded up, with what the device adds to them: overhead as `overhead_bytes` has it, and slack."""
+    whole = {name: math.ceil(value) for name, value in items.items()}
+    return MemoryItems(**whole, overhead=overhead, slack=math.ceil(device.slack * sum(whole.values())))
 
 
 @dataclass(frozen=True)
@@ -199,15 +226,12 @@ def rank_memory(
     items = items_of(held)
     items["buffers"] = items["buffers"] - graph.profile.buffer_bytes * (np.arange(p) >= num_ranks)  # once a rank
     places = np.array(placement(schedule, p, num_ranks))
-    groups = (spread.tp > 1) + (num_ranks > 1) + (spread.dp > 1)
-    overhead = device.overhead_bytes + groups * device.communicator_bytes
+    overhead = overhead_bytes(device, spread.tp, num_ranks, spread.dp)
     ranks = []
     for rank in range(num_ranks):
         own = places == rank
         values = {name: float(np.max(v[own]) if name in _AT_A_TIME else np.sum(v[own])) for name, v in items.items()}
-        slack = device.slack * sum(values.values())
-        whole = {name: math.ceil(value) for name, value in values.items()}
-        ranks.append(MemoryItems(**whole, overhead=overhead, slack=math.ceil(slack)))
+        ranks.append(on_device(values, device, overhead))
     return tuple(ranks)
 
 

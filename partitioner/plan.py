@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -12,9 +13,10 @@ from partitioner.display import ShownPlan
 from partitioner.errors import ArgumentError
 from partitioner.profiles import Profile, read_checked, write_whole
 from partitioner.schedule import placement
-from partitioner.specs import Bytes, Cluster, Frozen, ScheduleName, Seconds, Training
+from partitioner.specs import Bytes, Cluster, Device, Frozen, ScheduleName, Seconds, Training
 
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
+"""1: without `devices`; rank i sat on device i."""
 
 
 class MemoryItems(Frozen):
@@ -133,7 +135,8 @@ class Alternative(Frozen):
 class Plan(ShownPlan, Frozen):
     """What `partition` returns: everything needed to run it, re-simulate it, draw it and compare it, in one file."""
 
-    version: Literal[1] = FORMAT_VERSION
+    version: Literal[2] = FORMAT_VERSION
+    """Files of version 1 are read, too."""
     profile: Profile
     cluster: Cluster
     training: Training
@@ -143,6 +146,8 @@ class Plan(ShownPlan, Frozen):
     num_microbatches: Annotated[int, Field(ge=1)]
     """A replica."""
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
+    devices: tuple[int, ...] = ()
+    """By rank, the device of the cluster that it sits on. Left out: rank i on device i."""
     prediction: Prediction
     lower_bound_s: Seconds
     """No plan of this search space has a smaller step_s + optimizer_s."""
@@ -151,6 +156,18 @@ class Plan(ShownPlan, Frozen):
     """What binds, and what was assumed, one sentence each."""
     runnable: bool = True
     """False: the executor cannot run it; `why` says the reason."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, fields: Any) -> Any:
+        """Devices where they are left out, as in files of version 1, which end as those of this one."""
+        if not isinstance(fields, dict):
+            return fields
+        if not fields.get("devices"):
+            sizes = fields["mesh"].values() if isinstance(fields.get("mesh"), dict) else ()
+            if sizes and all(type(size) is int and 0 < size < 2**24 for size in sizes):
+                fields = fields | {"devices": tuple(range(math.prod(sizes)))}
+        return fields | {"version": FORMAT_VERSION} if fields.get("version") == 1 else fields
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -168,6 +185,12 @@ class Plan(ShownPlan, Frozen):
             raise ValueError(f"ranks {ranks} are not 0 to {len(ranks) - 1} of {self.cluster.num_devices} devices")
         if self.mesh.get("pp") != len(by_place) or any(len(some) != self.mesh.get("dp") for some in by_place):
             raise ValueError(f"mesh {self.mesh} does not match {len(self.stages)} stages of the ranks listed")
+        there = range(self.cluster.num_devices)
+        if len(self.devices) != len(ranks) or len({*self.devices} & {*there}) != len(ranks):
+            raise ValueError(
+                f"devices {list(self.devices)} are not one of 0 to {there[-1]} for each of the ranks 0 to "
+                f"{len(ranks) - 1}, each another"
+            )
         places = placement(self.schedule, len(self.stages), len(by_place))
         if self.placement != places:
             raise ValueError(
@@ -197,6 +220,23 @@ class Plan(ShownPlan, Frozen):
     def num_ranks(self) -> int:
         """Devices used; it can be fewer than the cluster has, and `why` says so then."""
         return self.mesh["pp"] * self.num_replicas
+
+    @property
+    def stage_devices(self) -> tuple[tuple[int, ...], ...]:
+        """By stage, the devices of the cluster that run it, one a replica."""
+        return tuple(tuple(self.devices[rank] for rank in stage.ranks) for stage in self.stages)
+
+    def device_of(self, rank: int) -> Device:
+        """What the rank runs on."""
+        return self.cluster.devices[self.devices[rank]]
+
+    def node_of(self, rank: int) -> int:
+        """The node that the rank is in."""
+        return self.cluster.nodes[self.devices[rank]]
+
+    def index_in_node(self, rank: int) -> int:
+        """The rank's device among those of its node, 0 for the first: the number of a CUDA device there."""
+        return self.cluster.nodes[: self.devices[rank]].count(self.node_of(rank))
 
     @property
     def microbatch_samples(self) -> int:

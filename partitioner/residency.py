@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from partitioner.errors import ArgumentError
 from partitioner.graph import CostGraph
-from partitioner.memory import Spread, interval_memory
+from partitioner.memory import Spread, interval_memory, overhead_bytes
 from partitioner.plan import MemoryItems, Plan
 from partitioner.timeline import COMPUTE, Span, Timeline
 
@@ -143,7 +143,7 @@ def _of_rank(plan: Plan, rank: int, figures: list[_StageBytes], spans: list[Span
         for name, value in figures[stage].always.items():
             now[name] += value
     now["buffers"] -= plan.profile.buffer_bytes * (len(own) - 1)  # once a rank, not once a stage
-    now["overhead"] = plan.cluster.devices[rank].overhead_bytes
+    now["overhead"] = overhead_bytes(plan.device_of(rank), *plan.mesh.values())
     if plan.num_stages == 1:
         now["buckets"] = figures[0].bucket
     rows, times, about = [tuple(now.values())], [min((span.start_s for span in spans), default=0.0)], [None]
@@ -172,8 +172,9 @@ def _of_rank(plan: Plan, rank: int, figures: list[_StageBytes], spans: list[Span
         if span.kind in ("B", "W") or not trains:
             _add(now, bytes_.microbatch, -1)
         note(span.end_s, span)
-    columns = np.array(rows, float).T
-    return Residency(rank, np.array(times), dict(zip(now, columns, strict=True)), tuple(moments))
+    columns = dict(zip(now, np.array(rows, float).T, strict=True))
+    columns["slack"] = plan.device_of(rank).slack * (np.sum(list(columns.values()), axis=0) - columns["overhead"])
+    return Residency(rank, np.array(times), columns, tuple(moments))
 
 
 def _add(now: dict[str, float], amounts: dict[str, float], sign: int) -> None:

@@ -20,7 +20,7 @@ from partitioner.clock import Clock, Floats, Replica, StageCost, Transfer, run_c
 from partitioner.costs import Baseline, place, replica_costs, single_device
 from partitioner.errors import ArgumentError
 from partitioner.graph import CostGraph
-from partitioner.memory import Spread, interval_memory, memory_limit, stage_memory
+from partitioner.memory import Spread, interval_memory, memory_limit, room_bytes, stage_memory
 from partitioner.ordering import Ordered, Room, search_order
 from partitioner.plan import LostEfficiency, Plan, Prediction, StagePrediction
 from partitioner.schedule import (
@@ -72,7 +72,8 @@ def simulate(
     schedule: ScheduleName | None = None,
 ) -> Timeline:
     """The plan's step on all its ranks; or what the same stages would do on another cluster, with other micro-batches
-    a replica, or under another schedule that puts them on the same ranks.
+    a replica, or under another schedule that puts them on the same ranks. Of a cluster with as many devices as the
+    plan's, ranks sit on the same ones; of another, rank i sits on device i.
     """
     name = schedule or plan.schedule
     if placement(name, plan.num_stages, plan.mesh["pp"]) != plan.placement:
@@ -80,17 +81,18 @@ def simulate(
             f"{name} puts the {plan.num_stages} stages on other ranks than this plan does: make a plan for {name}"
         )
     cluster = cluster or plan.cluster
+    ranks = [stage.ranks for stage in plan.stages]
+    devices = plan.stage_devices if cluster.num_devices == plan.cluster.num_devices else ranks
     num_microbatches = plan.num_microbatches if microbatches is None else microbatches
     graph = CostGraph.from_profile(plan.profile)
     cuts = [graph.position[stage.layers[0]] for stage in plan.stages[1:]]
-    ranks = [stage.ranks for stage in plan.stages]
     replicas = replica_costs(
         graph,
         cluster,
         plan.training,
         num_microbatches=num_microbatches,
         cuts=cuts,
-        ranks=ranks,
+        devices=devices,
         recompute=[stage.recompute for stage in plan.stages],
     )
     if plan.training.objective == "train":
@@ -115,7 +117,7 @@ def predict(
     schedule: ScheduleName,
     num_microbatches: int,
     cuts: Sequence[int],
-    ranks: Sequence[Sequence[int]] | None = None,
+    devices: Sequence[Sequence[int]] | None = None,
     recompute: Sequence[bool] | None = None,
     baseline: Baseline | None = None,
     overhead_s: float = 0.0,
@@ -124,9 +126,9 @@ def predict(
     """All figures of one split: its step, its speed against one device, each stage's share, and what was lost to what.
 
     mesh: {"pp": ranks of a pipeline, "dp": replicas}; each rank has the same number of the stages that the cuts make.
-    num_microbatches: a replica. ranks: by stage, one a replica; None is `place`, on the ranks where the schedule has
-    them. recompute: by stage; None is never. baseline: `single_device`'s answer, which is the same for all splits of a
-    model; None computes it.
+    num_microbatches: a replica. devices: of the cluster, by stage, one a replica; None is `place`, with the stages
+    where the schedule has them. recompute: by stage; None is never. baseline: `single_device`'s answer, which is the
+    same for all splits of a model; None computes it.
 
     Lost efficiency compares the devices' time with the baseline's, through runs each idealised one step further:
 
@@ -151,14 +153,14 @@ def predict(
     if num_stages % num_places:
         raise ArgumentError(f"the cuts {tuple(cuts)} make {num_stages} stages, but the mesh has pp={num_places}")
     place_of = placement(schedule, num_stages, num_places)
-    if ranks is None:
+    if devices is None:
         by_place = place(cluster, num_places, num_replicas)
-        ranks = [by_place[at] for at in place_of]
+        devices = [by_place[at] for at in place_of]
     if baseline is None:
         baseline = single_device(graph, cluster, training, overhead_s=overhead_s)
     recompute = [False] * num_stages if recompute is None else recompute
     replicas = replica_costs(
-        graph, cluster, training, num_microbatches=num_microbatches, cuts=cuts, ranks=ranks, recompute=recompute
+        graph, cluster, training, num_microbatches=num_microbatches, cuts=cuts, devices=devices, recompute=recompute
     )
     # Replicas of equal cost do the same at the same time, so one stands for all of them.
     distinct = list(dict.fromkeys(replicas))
@@ -198,7 +200,7 @@ def predict(
         memory = stage_memory(
             graph,
             training,
-            cluster.devices[ranks[stage][replicas.index(distinct[r])]],
+            cluster.devices[devices[stage][replicas.index(distinct[r])]],
             cuts=cuts,
             stage=stage,
             schedule=schedule,
@@ -232,7 +234,7 @@ def predict(
         float(costs.forward_s[i:j].sum()) * on for (i, j), on in zip(graph.bounds(cuts), recompute, strict=True)
     ]
     firsts = [replicas.index(replica) for replica in distinct]
-    speeds = np.array([[cluster.devices[row[r]].relative_speed for row in ranks] for r in firsts])
+    speeds = np.array([[cluster.devices[row[r]].relative_speed for row in devices] for r in firsts])
     own_s = busy_s.copy()
     work_s = [float(rank_busy_s.max())]
     for extra_s in num_microbatches * seconds:
@@ -282,15 +284,15 @@ def best_order(plan: Plan, *, barrier: bool = True) -> Ordered:
         plan.training,
         num_microbatches=m,
         cuts=cuts,
-        ranks=[stage.ranks for stage in plan.stages],
+        devices=plan.stage_devices,
         recompute=[stage.recompute for stage in plan.stages],
     )
     samples = plan.training.batch_size / (plan.num_replicas * m)
     limits = [math.inf] * plan.mesh["pp"]
     for stage, at in zip(plan.stages, places, strict=True):
         for rank in stage.ranks:
-            device = plan.cluster.devices[rank]
-            limits[at] = min(limits[at], memory_limit(device, plan.training) - device.overhead_bytes)
+            device = plan.device_of(rank)
+            limits[at] = min(limits[at], room_bytes(device, memory_limit(device, plan.training), *plan.mesh.values()))
     held = []
     for (first, last), stage, at in zip(graph.bounds(cuts), plan.stages, places, strict=True):
         always, one = (

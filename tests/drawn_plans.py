@@ -98,7 +98,7 @@ def drawn_plan(
         schedule=schedule,
         num_microbatches=num_microbatches,
         cuts=cuts,
-        ranks=ranks,
+        devices=ranks,
     )
     stages = tuple(Stage(index=k, layers=layers, ranks=ranks[k]) for k, layers in enumerate(graph.stage_ids(cuts)))
     return given_plan(

@@ -27,7 +27,7 @@ def test_a_plan_file_stands_alone(tmp_path: Path) -> None:
     assert [layer["id"] for layer in content["profile"]["layers"]] == [f"block.{k}" for k in range(4)]
     assert content["cluster"]["devices"][0]["memory_bytes"] == 2**30
     assert content["training"]["batch_size"] == 8
-    assert content["version"] == 1
+    assert content["version"] == 2
 
 
 @pytest.mark.parametrize(

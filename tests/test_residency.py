@@ -36,7 +36,7 @@ def plan_of(profile, *, schedule, cuts, m, pp, dp=1, recompute=()):
         schedule=schedule,
         num_microbatches=m,
         cuts=cuts,
-        ranks=ranks,
+        devices=ranks,
         recompute=on,
     )
     stages = tuple(
@@ -171,9 +171,9 @@ def test_the_order_found_for_a_plan_stays_within_its_devices():
         assert all(one.peak.total > limit for one in residency(plan, textbook))
         found = best_order(tight)
         assert max(most_held(found.orders).values()) == most
-        ranks = [stage.ranks for stage in plan.stages]
+        devices = plan.stage_devices
         replica, *_ = replica_costs(
-            CostGraph(profile), plan.cluster, training, num_microbatches=8, cuts=(2, 4, 6), ranks=ranks
+            CostGraph(profile), plan.cluster, training, num_microbatches=8, cuts=(2, 4, 6), devices=devices
         )
         step = replay(found.orders, replica.stages, replica.transfers)
         assert step.step_s == pytest.approx(found.step_s)

@@ -471,7 +471,7 @@ def test_a_plan_can_be_simulated_otherwise_than_it_was_made():
     assert split == ["F", "F", "I", "W", "I", "W"]
     with pytest.raises(ArgumentError, match="2 or more stages a rank"):
         simulate(plan, schedule="interleaved")
-    with pytest.raises(ArgumentError, match="rank 1 has no device: the cluster has 1"):
+    with pytest.raises(ArgumentError, match="no device 1: the cluster has 1"):
         simulate(plan, cluster=cluster_of(1))
 
 
@@ -535,7 +535,7 @@ def test_the_placement_of_ranks_decides_which_traffic_crosses_nodes():
     cluster = cluster_of(4, nodes=[0, 0, 1, 1], link=FREE, inter=Link.of(0.0, 100.0))
     request = {"batch_size": 8, "cuts": (1,), "m": 4, "dp": 2}
     replicas_apart = prediction_of(profile, cluster, **request)
-    replicas_together = prediction_of(profile, cluster, **request, ranks=((0, 1), (2, 3)))
+    replicas_together = prediction_of(profile, cluster, **request, devices=((0, 1), (2, 3)))
     assert replicas_apart.lost.sync > 0
     assert replicas_together.lost.sync == 0
     assert replicas_together.step_s < replicas_apart.step_s

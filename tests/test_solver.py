@@ -19,12 +19,13 @@ from partitioner.schedule import in_flight
 from partitioner.simulator import predict
 from partitioner.solver import evaluate, solve
 from partitioner.solver import problem as one_setting
+from partitioner.solver.arrangement import arranged
 from partitioner.solver.chain import Chain, best_split, cheapest_split, smallest_bottleneck
 from partitioner.solver.evaluate import Replayer
 from partitioner.solver.layout import Site
 from partitioner.solver.limits import Limits
 from partitioner.solver.problem import Problem
-from partitioner.solver.settings import Setting, divisors, layouts, mesh_levels
+from partitioner.solver.settings import Setting, divisors, mesh_levels
 from partitioner.solver.settings import settings as every_setting
 from partitioner.solver.starts import stage_starts
 from partitioner.specs import Link, Training
@@ -35,7 +36,7 @@ SLOWER = Link.of(1e-5, 1e8)
 
 
 def layouts_of(there, num_stages, num_replicas):
-    return [layout.ranks for layout in layouts(Site(there, Training(batch_size=1)), num_stages, num_replicas)]
+    return [one.devices for one in arranged(Site(there, Training(batch_size=1)), num_stages, num_replicas).layouts]
 
 
 def sizes(plan):
@@ -247,7 +248,7 @@ def test_no_other_order_of_few_devices_is_faster(there, seed):
                 schedule="1f1b",
                 num_microbatches=2,
                 cuts=cuts,
-                ranks=[order[place::pp] for place in range(pp)],
+                devices=[order[place::pp] for place in range(pp)],
             )
         ]
     )
@@ -424,7 +425,7 @@ def test_splits_replayed_together_take_what_the_simulator_predicts(seed):
                     schedule=schedule,
                     num_microbatches=m,
                     cuts=cuts,
-                    ranks=ranks,
+                    devices=ranks,
                     baseline=baseline,
                 )
                 assert total == pytest.approx(one.step_s + one.optimizer_s, rel=1e-9)
@@ -458,7 +459,7 @@ def brute_force(graph, there, training):
                             ),
                             device,
                         )
-                        for stage, ranks in enumerate(setting.ranks)
+                        for stage, ranks in enumerate(setting.devices)
                         for device in {there.devices[rank] for rank in ranks}
                     )
                     if all(items.total <= memory_limit(device, training) for items, device in held):
@@ -468,7 +469,7 @@ def brute_force(graph, there, training):
                             training,
                             mesh=setting.mesh,
                             cuts=cuts,
-                            ranks=setting.ranks,
+                            devices=setting.devices,
                             recompute=again,
                             baseline=baseline,
                             **shape,
@@ -587,7 +588,7 @@ def test_plans_lose_no_layer_keep_to_the_memory_and_are_no_worse_than_the_equal_
             schedule=plan.schedule,
             num_microbatches=plan.num_microbatches,
             cuts=cuts,
-            ranks=[stage.ranks for stage in plan.stages],
+            devices=plan.stage_devices,
         )
         if all(stage.memory.total <= there.devices[0].memory_bytes for stage in equal.stages):
             assert total_s(plan) <= (equal.step_s + equal.optimizer_s) * (1 + 1e-9)
@@ -669,7 +670,7 @@ def test_a_device_with_little_memory_gets_the_stage_that_holds_little():
     plan = solve(profile, both, Training(batch_size=8, mesh={"pp": 2, "dp": 1}, microbatches=8, schedule="1f1b"))
     assert [stage.ranks for stage in plan.stages] == [(1,), (0,)]  # stage 0 holds twice as many micro-batches
     assert sizes(plan) == [4, 4]
-    assert any("stages are on ranks 1, 0" in reason for reason in plan.why)
+    assert any("stages are on devices 1, 0" in reason for reason in plan.why)
 
 
 def test_a_limit_that_the_user_set_is_called_by_its_name():

@@ -34,8 +34,8 @@ def every_plan_s(profile: Profile, devices: Cluster, training: Training) -> floa
                 sizes = [sum(inference_memory(graph, *ends, samples=each // m).values()) for ends in graph.bounds(cuts)]
                 if max(sizes) > limit:
                     continue
-                ranks = place(devices, pp, dp)
-                for one in forward_costs(graph, devices, training, m, cuts=cuts, ranks=ranks)[:1]:
+                placed = place(devices, pp, dp)
+                for one in forward_costs(graph, devices, training, m, cuts=cuts, devices=placed)[:1]:
                     if training.objective == "latency":
                         seconds = float(forward_clock(one, m).rank_end_s.max())
                     else:

@@ -181,15 +181,22 @@ def join_mesh(plan: Plan, device: str | torch.device | None, timeout_s: float) -
 
 
 def _device(plan: Plan, rank: int, device: str | torch.device | None) -> torch.device:
-    wanted = torch.device(plan.cluster.devices[rank].kind if device is None else device)
+    """The device asked for, by default the plan's: of a node with as many ranks as in the plan, the CUDA device of the
+    number that it has among the node's; elsewhere (ranks are started on other nodes) that of the local rank."""
+    wanted = torch.device(plan.device_of(rank).kind if device is None else device)
     if wanted.type != "cuda":
         return wanted
     count = torch.cuda.device_count()
     if not count:
         raise SetupError(
-            f"the plan is for {plan.cluster.devices[rank].name}, but torch finds no CUDA device here; "
+            f"the plan is for {plan.device_of(rank).name}, but torch finds no CUDA device here; "
             'to run it on CPU ranks all the same, pass device="cpu"'
         )
-    index = int(os.environ.get("LOCAL_RANK", "0")) % count if device is None or ":" not in str(device) else wanted.index
+    if ":" in str(wanted):
+        index = wanted.index
+    else:
+        node = [plan.node_of(other) for other in range(plan.num_ranks)]
+        planned = node.count(node[rank]) == int(os.environ.get("LOCAL_WORLD_SIZE", plan.num_ranks))
+        index = (plan.index_in_node(rank) if planned else int(os.environ.get("LOCAL_RANK", "0"))) % count
     torch.cuda.set_device(index)
     return torch.device("cuda", index)

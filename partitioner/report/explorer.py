@@ -60,7 +60,6 @@ class Exploration:
     def at(self, cuts: Sequence[int], num_microbatches: int, schedule: ScheduleName) -> Plan:
         """The plan with another split, predicted; runners-up and reasons are left out, they are the plan's own."""
         plan = self.plan
-        ranks = [stage.ranks for stage in plan.stages]
         if len(cuts) != len(self.cuts):
             raise ArgumentError(f"{len(cuts)} cuts make {len(cuts) + 1} stages, the plan has {plan.num_stages}")
         self.graph.check_cuts(cuts)
@@ -72,7 +71,7 @@ class Exploration:
             schedule=schedule,
             num_microbatches=num_microbatches,
             cuts=cuts,
-            ranks=ranks,
+            devices=plan.stage_devices,
             recompute=[stage.recompute for stage in plan.stages],
             baseline=self._baseline,
         )

@@ -22,7 +22,7 @@ COLUMNS = 700
 
 def memory_svg(plan: Plan, held: Sequence[Residency], *, end_s: float) -> str:
     """The ranks' bytes as an <svg> in a frame that scrolls. `end_s`: time of the right edge."""
-    limits = [memory_limit(device, plan.training) for device in plan.cluster.devices[: len(held)]]
+    limits = [memory_limit(plan.device_of(one.rank), plan.training) for one in held]
     peaks = [float(one.total_bytes.max()) for one in held]
     top = 1.06 * max(peaks) if peaks else 1.0
     if limits and min(limits) < 2.5 * max(peaks):

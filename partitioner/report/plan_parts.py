@@ -128,7 +128,7 @@ def stage_row(plan: Plan, k: int) -> tuple[str | Bar, ...]:
     return (
         str(stage.index) + (" (recompute)" if stage.recompute else ""),
         run(stage.layers),
-        _ranks(stage.ranks, plan.cluster.nodes),
+        _ranks(stage.ranks, [plan.node_of(rank) for rank in range(plan.num_ranks)]),
         seconds(predicted.forward_s),
         seconds(predicted.backward_s),
         format_bytes(predicted.send_bytes),
@@ -141,7 +141,7 @@ def stage_row(plan: Plan, k: int) -> tuple[str | Bar, ...]:
 
 def stage_limit(plan: Plan, k: int) -> int:
     """Bytes that a rank of the stage may hold: the smallest of its ranks' limits."""
-    return min(memory_limit(plan.cluster.devices[rank], plan.training) for rank in plan.stages[k].ranks)
+    return min(memory_limit(plan.device_of(rank), plan.training) for rank in plan.stages[k].ranks)
 
 
 def balance(plan: Plan) -> Table:

@@ -13,7 +13,7 @@ from partitioner.solver.explain import reasons
 from partitioner.solver.inference import solve_inference
 from partitioner.solver.problem import Found
 from partitioner.solver.search import Searched, search, worth_searching
-from partitioner.solver.settings import check_request
+from partitioner.solver.settings import check_request, numbered
 from partitioner.solver.shortage import shortage
 from partitioner.specs import EXECUTED, Cluster, Training
 
@@ -59,14 +59,15 @@ def _plan(graph: CostGraph, cluster: Cluster, training: Training, searched: Sear
         schedule=setting.schedule,
         num_microbatches=setting.num_microbatches,
         cuts=best.cuts,
-        ranks=setting.ranks_by_stage,
+        devices=setting.devices_by_stage,
         recompute=recompute,
         baseline=baseline,
     )
+    rank_of = numbered(setting.devices, cluster)
     stages = tuple(
-        Stage(index=k, layers=layers, ranks=ranks, recompute=again)
-        for k, (layers, ranks, again) in enumerate(
-            zip(graph.stage_ids(best.cuts), setting.ranks_by_stage, recompute, strict=True)
+        Stage(index=k, layers=layers, ranks=tuple(rank_of[device] for device in devices), recompute=again)
+        for k, (layers, devices, again) in enumerate(
+            zip(graph.stage_ids(best.cuts), setting.devices_by_stage, recompute, strict=True)
         )
     )
     return Plan(
@@ -77,6 +78,7 @@ def _plan(graph: CostGraph, cluster: Cluster, training: Training, searched: Sear
         schedule=setting.schedule,
         num_microbatches=setting.num_microbatches,
         stages=stages,
+        devices=tuple(rank_of),
         prediction=prediction,
         lower_bound_s=min(searched.lower_bound_s, prediction.step_s + prediction.optimizer_s),
         runners_up=_runners_up(graph, searched, free),

@@ -11,6 +11,7 @@ import numpy as np
 
 from partitioner.solver.chain import TOLERANCE, Chain, Lines, smallest_bottleneck
 from partitioner.solver.evaluate import Replayer, all_reduce_times, link_times
+from partitioner.solver.layout import AnyLayout
 from partitioner.solver.limits import Floats, Limits
 from partitioner.solver.settings import Setting
 from partitioner.solver.starts import Starts
@@ -28,6 +29,12 @@ class Lane(NamedTuple):
     speeds: Floats
     there_s: Floats
     back_s: Floats
+    total: float
+    """Speed of all its devices together, at most."""
+    slowest: float
+    """Speed of its slowest device, at least."""
+    more_s: float
+    """Seconds that its wires take on top, wherever they are."""
 
     @property
     def hops_s(self) -> Floats:
@@ -70,14 +77,14 @@ class Bounds:
         bound, sync_s = 0.0, self._all_sync_s
         for lane in self._lanes:
             speed = lane.speeds
-            total, fastest = float(speed.sum()) / self.setting.stages_per_rank, float(speed.max())
+            total, fastest = lane.total, float(speed.max())
             forward = max(float(costs.forward_s.sum()) / total, float(costs.forward_s.max()) / fastest)
             backward = max(float(costs.backward_s.sum()) / total, float(costs.backward_s.max()) / fastest)
             both = max(float(costs.before_s[-1]) / total, float((costs.forward_s + costs.backward_s).max()) / fastest)
-            bound = max(bound, m * both, (m * float(costs.before_s[-1]) + float(speed.min()) * sync_s) / total)
+            bound = max(bound, m * both, (m * float(costs.before_s[-1]) + lane.slowest * sync_s) / total)
             if p > 1 and self._in_line:
                 if self._simple:
-                    way = float(costs.before_s[-1]) / fastest + float(lane.hops_s[-1])
+                    way = float(costs.before_s[-1]) / fastest + float(lane.hops_s[-1]) + lane.more_s
                     bound = max(bound, way + (m - 1) * max(forward, backward))
                 else:
                     bound = max(bound, float(costs.forward_before_s[-1]) / fastest + float(np.sum(lane.there_s)))
@@ -104,7 +111,7 @@ class Bounds:
                 forward = self._bottleneck(forward_before_s, lane) if thorough else 0.0
                 backward = self._bottleneck(before_s - forward_before_s, lane) if thorough else 0.0
                 again = max(forward, backward, float(lane.there_s.max()), float(lane.back_s.max()))
-                way = float(before_s[-1]) / float(lane.speeds.max()) + float(lane.hops_s[-1])
+                way = float(before_s[-1]) / float(lane.speeds.max()) + float(lane.hops_s[-1]) + lane.more_s
                 if schedule == "gpipe":
                     again = max(forward + backward, slowest, again)
                 bound = max(bound, way + (m - 1) * again + self._first_sync_s)
@@ -155,9 +162,9 @@ class Bounds:
     def _lanes(self) -> list[Lane]:
         """By replica. What is handed from layer to layer at a cut goes over the wire whatever else is cut."""
         costs, layout, p = self.replayer.costs, self.replayer.layout, self.setting.num_stages
-        cluster, at = self.replayer.cluster, self.starts.possible
+        at = self.starts.possible
         least: dict[bool, tuple[float, float]] = {}
-        for apart, link in ((False, cluster.intra), (True, cluster.inter)):
+        for apart, link in ((False, layout.site.intra), (True, layout.site.inter)):
             least[apart] = 0.0, 0.0
             if len(at) and list(link.seconds) == sorted(link.seconds):  # more bytes never take less time
                 there_s, back_s = (
@@ -165,13 +172,17 @@ class Bounds:
                     link_times(link, costs.next_gradient_bytes[at]),
                 )
                 least[apart] = float(there_s.min()), float(back_s.min())
+        if isinstance(layout, AnyLayout):
+            least[False] = min(least[False][0], least[True][0]), min(least[False][1], least[True][1])
+        more_s = max(0.0, sum(least[True]) - sum(least[False]))
         lanes, places = [], self.replayer.places
         for number, speeds in enumerate(self.replayer.speeds):
             crosses = layout.apart(number, places[:-1], places[1:])
             there_s, back_s = (
                 np.concatenate(([0.0], np.where(crosses, least[True][k], least[False][k]))) for k in (0, 1)
             )
-            lanes.append(Lane(speeds, there_s[:p], back_s[:p]))
+            total, slowest = layout.line_speeds[number], layout.slowest[number]
+            lanes.append(Lane(speeds, there_s[:p], back_s[:p], total, slowest, layout.crossings(number) * more_s))
         return lanes
 
     @cached_property
@@ -232,7 +243,7 @@ class Bounds:
             before = np.maximum(before, speeds / m)  # a later start must not end earlier
             found.append((speeds * (left - lane.hops_s) / m, 1 - speeds / (m * before)))
             total = float(self.replayer.costs.before_s[-1])
-            way = total / float(speeds.max()) + float(lane.hops_s[-1])
+            way = total / float(speeds.max()) + float(lane.hops_s[-1]) + lane.more_s
             if self.setting.schedule == "gpipe":
                 if m > 1:
                     found.append((speeds * (left - way) / (m - 1), ones))

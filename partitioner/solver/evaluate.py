@@ -66,7 +66,7 @@ class Replayer:
     ) -> None:
         """recompute: every stage runs its forwards twice, and `costs` say so."""
         self.graph, self.cluster, self.setting = graph, cluster, setting
-        self.layout = layout or Layout(Site(cluster, Training(batch_size=1)), setting.ranks)
+        self.layout = layout or Layout(Site(cluster, Training(batch_size=1)), setting.devices)
         self.costs = graph.at(setting.samples)
         self.recompute = recompute
         if recompute:
@@ -308,8 +308,10 @@ class Replayer:
     def whole_sync_s(self) -> list[float]:
         """By line: what is left of the gradient sync after the backward of a whole model."""
         samples, count = self.setting.samples, self.setting.num_replicas
-        link = next(iter(self.layout.sync_links))
-        return [replica_sync_s(self.graph, link, samples, count, float(speed)) for speed in self.speeds[:, 0]]
+        return [
+            min(replica_sync_s(self.graph, link, samples, count, float(speed)) for link in self.layout.sync_links)
+            for speed in self.speeds[:, 0]
+        ]
 
     def _sync_s(self, edges: Ints) -> Floats:
         """[rows, p] seconds of each stage's gradient sync, over replicas and over the owners of shared parameters.

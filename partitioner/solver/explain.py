@@ -160,11 +160,10 @@ def _memory(found: Found) -> list[str]:
     worst = int(np.argmax(needed - memory.room))
     if needed[worst] <= memory.room[worst]:
         return []
-    overhead = memory.overhead[worst]
+    limit, over = memory.limit[worst], needed[worst] - memory.room[worst]
     return [
-        f"memory of stage {worst} binds: the most even split needs {format_bytes(needed[worst] + overhead)} there, "
-        f"{format_bytes(needed[worst] - memory.room[worst])} more than its limit of "
-        f"{format_bytes(memory.room[worst] + overhead)}"
+        f"memory of stage {worst} binds: the most even split needs {format_bytes(limit + over)} there, "
+        f"{format_bytes(over)} more than its limit of {format_bytes(limit)}"
     ]
 
 
@@ -240,12 +239,13 @@ def _assumptions(found: Found, prediction: Prediction) -> list[str]:
 
 def _order(found: Found) -> str:
     """How unequal devices were put in order."""
+    devices = found.setting.devices
     if found.problem.layout.number == 0:
         return "devices keep their order, as no other that was tried is faster; layers are given out by relative speeds"
-    order = ", ".join(str(ranks[0]) for ranks in found.setting.ranks[:8])
+    order = ", ".join("/".join(map(str, row[:4])) + "/..." * (len(row) > 4) for row in devices[:8])
     return (
-        f"stages are on ranks {order}{', ...' if len(found.setting.ranks) > 8 else ''}, which is faster than the "
-        "cluster's own order; layers are given out by relative speeds"
+        f"stages are on devices {order}{', ...' if len(devices) > 8 else ''}, which is faster than the cluster's own "
+        "order; layers are given out by relative speeds"
     )
 
 

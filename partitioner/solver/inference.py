@@ -13,17 +13,19 @@ from typing import NamedTuple
 import numpy as np
 
 from partitioner.clock import Replica
-from partitioner.costs import forward_costs, place
+from partitioner.costs import forward_costs
 from partitioner.errors import ArgumentError, InfeasibleError
 from partitioner.graph import CostGraph
-from partitioner.memory import inference_memory, memory_limit
+from partitioner.memory import inference_memory, memory_limit, on_device, overhead_bytes, room_bytes
 from partitioner.plan import Alternative, LostEfficiency, MemoryItems, Plan, Prediction, Stage, StagePrediction
 from partitioner.simulator import forward_clock
+from partitioner.solver.arrangement import arranged
 from partitioner.solver.evaluate import link_times
+from partitioner.solver.layout import AnyLayout, Devices, Layout, Site
 from partitioner.solver.servers import window_minimum
-from partitioner.solver.settings import check_request, divisors, pinned_positions
+from partitioner.solver.settings import check_request, divisors, numbered, pinned_positions
 from partitioner.solver.starts import stage_starts
-from partitioner.specs import Cluster, Training, format_bytes
+from partitioner.specs import Cluster, Device, Training, format_bytes
 
 CLOSE = 1e-9
 PRECISION = 1e-10
@@ -55,6 +57,9 @@ def solve_inference(graph: CostGraph, cluster: Cluster, training: Training) -> P
     lower = best = math.inf
     while waiting and waiting[0][0] < best * (1 - CLOSE):
         bound_s, _, case = heapq.heappop(waiting)
+        if isinstance(case.layout, AnyLayout):
+            lower = min(lower, bound_s)
+            continue
         if case.is_beaten(best):
             continue
         one = case.solve()
@@ -65,7 +70,7 @@ def solve_inference(graph: CostGraph, cluster: Cluster, training: Training) -> P
         lower, best = min(lower, one.lower_bound_s), min(best, one.seconds)
     if not found:
         raise InfeasibleError(_shortage(graph, cluster, training, unfit))
-    found.sort(key=lambda one: (float(f"{one.seconds:.9e}"), one.case.num_stages, one.case.num_microbatches, one.cuts))
+    found.sort(key=Found.rank)
     bound_s = min([lower, best, *(bound for bound, _, _ in waiting)])
     return _plan(graph, found, bound_s, unfit)
 
@@ -76,24 +81,32 @@ class Found(NamedTuple):
     seconds: float
     lower_bound_s: float
 
+    def rank(self) -> tuple[float, int, int, int, tuple[int, ...]]:
+        """Order of preference."""
+        case = self.case
+        seconds = float(f"{self.seconds:.9e}")
+        return seconds, case.num_stages, case.num_microbatches, case.layout.number, self.cuts
+
 
 def _cases(graph: CostGraph, cluster: Cluster, training: Training) -> Iterator[Case]:
     fixed = {} if training.mesh == "auto" else dict(training.mesh)
-    most = len(graph.allowed_cuts) + 1
+    most, site = len(graph.allowed_cuts) + 1, Site(cluster, training)
     for pp in range(1, min(most, cluster.num_devices) + 1):
         for dp in range(1, cluster.num_devices // pp + 1):
             if training.batch_size % dp or fixed.get("pp", pp) != pp or fixed.get("dp", dp) != dp:
                 continue
             each = training.batch_size // dp
             counts = divisors(each) if training.microbatches == "auto" else [training.microbatches]
+            found = arranged(site, pp, dp)
             for count in counts:
                 if each % count == 0:
-                    yield Case(graph, cluster, training, pp, dp, count)
+                    for layout in (*found.layouts, *found.others):
+                        yield Case(graph, cluster, training, pp, dp, count, layout)
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A mesh and a number of micro-batches, with all that is to be cut."""
+    """A mesh on some devices and a number of micro-batches, with all that is to be cut."""
 
     graph: CostGraph
     cluster: Cluster
@@ -101,25 +114,37 @@ class Case:
     num_stages: int
     num_replicas: int
     num_microbatches: int
+    layout: Layout
 
     @property
     def samples(self) -> int:
         return self.training.batch_size // (self.num_replicas * self.num_microbatches)
 
-    @cached_property
-    def ranks(self) -> tuple[tuple[int, ...], ...]:
-        return place(self.cluster, self.num_stages, self.num_replicas)
+    @property
+    def devices(self) -> Devices:
+        """By stage, one a replica."""
+        return self.layout.devices
 
     @cached_property
     def speeds(self) -> list[float]:
         """Of each stage's slowest device."""
-        return [min(self.cluster.devices[rank].relative_speed for rank in ranks) for ranks in self.ranks]
+        speeds: list[float] = self.layout.speeds.min(axis=0).tolist()
+        return speeds
+
+    @cached_property
+    def _rooms(self) -> list[tuple[int, Device]]:
+        """By stage, bytes that its smallest device has room for, and that device."""
+        found = []
+        for devices in self.devices:
+            some = [self.cluster.devices[device] for device in devices]
+            rooms = [room_bytes(one, memory_limit(one, self.training), self.num_stages) for one in some]
+            found.append((min(rooms), some[rooms.index(min(rooms))]))
+        return found
 
     @cached_property
     def room(self) -> list[int]:
-        """Bytes of each stage's smallest device, less its overhead."""
-        devices = [[self.cluster.devices[rank] for rank in ranks] for ranks in self.ranks]
-        return [min(memory_limit(one, self.training) - one.overhead_bytes for one in some) for some in devices]
+        """Bytes that each stage's smallest device has room for."""
+        return [room for room, _ in self._rooms]
 
     @property
     def bound_s(self) -> float:
@@ -128,7 +153,8 @@ class Case:
         total, largest = float(forward_s.sum()), float(forward_s.max())
         m, fastest = self.num_microbatches, max(self.speeds)
         slicing_s = self.graph.slicing_s(self.num_stages) / fastest
-        slowest = max(total / sum(self.speeds), largest / fastest) + slicing_s
+        together = self.layout.total_speed if isinstance(self.layout, AnyLayout) else sum(self.speeds)
+        slowest = max(total / together, largest / fastest) + slicing_s
         if not self._in_line:
             return m * slowest
         return self.value(total / fastest + self.num_stages * slicing_s, slowest, m)
@@ -201,22 +227,21 @@ class Case:
 
     def replicas(self, cuts: tuple[int, ...]) -> list[Replica]:
         return forward_costs(
-            self.graph, self.cluster, self.training, self.num_microbatches, cuts=cuts, ranks=self.ranks
+            self.graph, self.cluster, self.training, self.num_microbatches, cuts=cuts, devices=self.devices
         )
 
     def memory(self, cuts: tuple[int, ...]) -> list[MemoryItems]:
         items = []
-        for (first, last), ranks in zip(self.graph.bounds(cuts), self.ranks, strict=True):
+        for (first, last), (_, device) in zip(self.graph.bounds(cuts), self._rooms, strict=True):
             told = inference_memory(self.graph, first, last, samples=self.samples)
-            overhead = max(self.cluster.devices[rank].overhead_bytes for rank in ranks)
-            items.append(MemoryItems(**{name: math.ceil(value) for name, value in told.items()}, overhead=overhead))
+            items.append(on_device(told, device, overhead_bytes(device, self.num_stages)))
         return items
 
     def _hops(self, num_bytes: np.ndarray) -> np.ndarray:
         """[p, n + 1] seconds of what enters each stage, by where it begins."""
         hops = np.zeros((self.num_stages, len(num_bytes)))
         for s in range(1, self.num_stages):
-            links = {self.cluster.link(a, b) for a, b in zip(self.ranks[s - 1], self.ranks[s], strict=True)}
+            links = {self.cluster.link(a, b) for a, b in zip(self.devices[s - 1], self.devices[s], strict=True)}
             hops[s] = np.max([link_times(link, num_bytes) for link in links], axis=0)
         return hops
 
@@ -328,7 +353,7 @@ def _baseline(graph: CostGraph, cluster: Cluster, training: Training) -> tuple[f
         for count in divisors(training.batch_size):
             samples = training.batch_size // count
             told = inference_memory(graph, 0, graph.num_layers, samples=samples)
-            held = sum(float(np.ceil(value)) for value in told.values()) + device.overhead_bytes
+            held = on_device(told, device, overhead_bytes(device)).total
             seconds = count * float(graph.at(samples).forward_s.sum()) / device.relative_speed
             found.append((held > memory_limit(device, training), seconds))
     unfit, seconds = min(found)
@@ -339,6 +364,7 @@ def _plan(graph: CostGraph, found: list[Found], bound_s: float, unfit: list[Case
     best = found[0]
     case, cuts = best.case, best.cuts
     prediction = _predict(best)
+    rank_of = numbered(case.devices, case.cluster)
     others: dict[tuple[int, int], Found] = {}
     for one in found[1:]:
         kind = one.case.num_stages, one.case.num_replicas
@@ -352,8 +378,10 @@ def _plan(graph: CostGraph, found: list[Found], bound_s: float, unfit: list[Case
         schedule="gpipe",
         num_microbatches=case.num_microbatches,
         stages=tuple(
-            Stage(index=k, layers=layers, ranks=case.ranks[k]) for k, layers in enumerate(graph.stage_ids(cuts))
+            Stage(index=k, layers=layers, ranks=tuple(rank_of[device] for device in case.devices[k]))
+            for k, layers in enumerate(graph.stage_ids(cuts))
         ),
+        devices=tuple(rank_of),
         prediction=prediction,
         lower_bound_s=min(bound_s, prediction.step_s),
         runners_up=tuple(

@@ -99,9 +99,9 @@ class DeviceMemory(Limits):
                 [in_flight(setting.schedule, stage, p, m, num_ranks=setting.num_places) for stage in range(p)]
             )
         places = np.array(setting.places)
-        self.overhead = layout.overhead[places]
+        self.limit = layout.limit[places]
         self.room = layout.room[places]
-        """Bytes of each stage's smallest device, less its overhead."""
+        """Bytes that each stage's smallest device, of that limit, has room for."""
         if recompute == "where needed":
             self.lean = DeviceMemory(graph, training, setting, layout, "always")
 

@@ -58,7 +58,7 @@ class Problem:
         layout: Layout | None = None,
     ) -> None:
         self.graph, self.cluster, self.training, self.setting, self.starts = graph, cluster, training, setting, starts
-        self.layout = layout or Layout(Site(cluster, training), setting.ranks)
+        self.layout = layout or Layout(Site(cluster, training), setting.devices)
         self.recompute: Literal["never", "always", "where needed"] = recomputation(training)
         self.replayer = Replayer(graph, cluster, setting, self.layout, recompute=self.recompute == "always")
 
@@ -129,7 +129,7 @@ class Problem:
     @cached_property
     def chain(self) -> Chain:
         """The first-order view: equal replicas at their slowest, everything that crosses a cut goes over it."""
-        costs, cluster, places = self.replayer.costs, self.cluster, self.replayer.places
+        costs, site, places = self.replayer.costs, self.layout.site, self.replayer.places
         speeds = tuple(self.replayer.speeds.min(axis=0).tolist())
         kinds: dict[tuple[bool, ...], Any] = {}
         hops = [np.zeros(self.graph.num_layers + 1)]
@@ -138,7 +138,7 @@ class Problem:
         for some in apart.tolist():
             key = tuple(sorted(set(some)))
             if key not in kinds:
-                links = [cluster.inter if one else cluster.intra for one in key]
+                links = [site.inter if one else site.intra for one in key]
                 kinds[key] = np.max(
                     [
                         link_times(link, costs.crossing_bytes) + link_times(link, costs.crossing_gradient_bytes)

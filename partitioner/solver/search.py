@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 from partitioner.graph import CostGraph
 from partitioner.progress import Progress
+from partitioner.solver.arrangement import arranged
 from partitioner.solver.chain import has_room
 from partitioner.solver.layout import Site
 from partitioner.solver.problem import CLOSE, Found, Problem
-from partitioner.solver.settings import Kind, Setting, layouts, mesh_levels, pinned_positions, settings
+from partitioner.solver.settings import Kind, Setting, every_setting, mesh_levels, pinned_positions
 from partitioner.solver.starts import Starts, stage_starts
 from partitioner.specs import Cluster, Training
 
@@ -28,9 +29,11 @@ class Searched:
 
     found: tuple[Found, ...]
     lower_bound_s: float
-    """Of all its settings that fit."""
+    """Of all its settings that fit, those among them that were not solved."""
     unfit: tuple[Setting, ...]
     """Settings looked at of which no split fits."""
+    unseen: Problem | None = None
+    """Of the settings that were not solved, the one of least bound, where that is what `lower_bound_s` is."""
 
 
 def search(
@@ -47,17 +50,41 @@ def search(
     """
     pins, starts = pinned_positions(graph, training), dict[int, Starts | None]()
     waiting: list[Waiting] = []
-    for setting, layout in settings(Site(cluster, training), training, meshes):
+    others: list[Problem] = []
+    for setting, layout, only_bounds in every_setting(Site(cluster, training), training, meshes):
         p = setting.num_stages
         if p not in starts:
             starts[p] = stage_starts(graph.num_layers, p, graph.allowed_cuts, pins)
         if (possible := starts[p]) is not None:
             problem = Problem(graph, cluster, training, setting, possible, layout)
-            waiting.append(Waiting(problem.quick_s(), len(waiting), False, problem))
+            if only_bounds:
+                others.append(problem)
+            else:
+                waiting.append(Waiting(problem.quick_s(), len(waiting), False, problem))
     unfit: list[Setting] = []
     found, lower_bound_s = _race(waiting, unfit, tell=tell)
+    lower_bound_s, unseen = _with_others(others, lower_bound_s)
     rivals = _rivals(found, waiting)
-    return Searched(tuple(sorted(found + rivals, key=Found.rank)), lower_bound_s, tuple(unfit))
+    return Searched(tuple(sorted(found + rivals, key=Found.rank)), lower_bound_s, tuple(unfit), unseen)
+
+
+def _with_others(others: list[Problem], lower_bound_s: float) -> tuple[float, Problem | None]:
+    """(the bound with these settings, too, of which only bounds are known; which of them lowers it, if any does).
+
+    Whether a setting can be below the least bound so far takes one walk; how far below, some dozens.
+    """
+    least = None
+    if lower_bound_s == math.inf:
+        return lower_bound_s, None
+    for quick_s, _, problem in sorted((one.quick_s(), k, one) for k, one in enumerate(others)):
+        if quick_s >= lower_bound_s:
+            break
+        if problem.limits is not None and problem.limits.hopeless():
+            continue
+        bound_s = max(quick_s, problem.bounds.tight(lower_bound_s))
+        if bound_s < lower_bound_s:
+            lower_bound_s, least = bound_s, problem
+    return lower_bound_s, least
 
 
 def worth_searching(graph: CostGraph, cluster: Cluster, training: Training) -> Iterator[list[tuple[int, int]]]:
@@ -90,8 +117,8 @@ def _may_fit(
     if starts is None:
         return False
     count = each if training.microbatches == "auto" else training.microbatches
-    layout = layouts(site, pp, dp)[0]
-    setting = Setting(pp, dp, "1f1b", max(1, count), max(1, each // count), layout.ranks)
+    layout = arranged(site, pp, dp).layouts[0]
+    setting = Setting(pp, dp, "1f1b", max(1, count), max(1, each // count), layout.devices)
     return has_room(Problem(graph, cluster, training, setting, starts, layout).chain)
 
 
@@ -124,10 +151,10 @@ def _race(
         if bound_s >= best * (1 - problem.slack) and _no_simpler(problem, found):
             beaten.append(Waiting(bound_s, number, is_tight, problem))
         elif not is_tight:
-            if problem.limits is not None and problem.limits.hopeless():
-                unfit.append(problem.setting)
-                continue
-            bound_s = max(bound_s, problem.bounds.tight(best))
+            if problem.limits is None or not problem.limits.hopeless():
+                bound_s = max(bound_s, problem.bounds.tight(best))
+            else:
+                bound_s = math.inf
             if bound_s == math.inf:
                 unfit.append(problem.setting)
                 continue

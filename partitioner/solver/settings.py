@@ -1,25 +1,21 @@
-"""What can be chosen before the cuts: meshes, micro-batch counts, schedules, and which ranks make a stage."""
+"""What can be chosen before the cuts: meshes, micro-batch counts, schedules, and which devices make a stage."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, permutations
+from itertools import pairwise
 from typing import Literal
-
-import numpy as np
 
 from partitioner.errors import ArgumentError
 from partitioner.graph import CostGraph
 from partitioner.schedule import placement
-from partitioner.solver.layout import Ints, Layout, Ranks, Site
+from partitioner.solver.arrangement import arranged
+from partitioner.solver.layout import AnyLayout, Devices, Layout, Site
 from partitioner.specs import Cluster, ScheduleName, Training
 
 MOST_ACTIONS = 2**18
-"""Settings chosen by us have at most this many actions a step; more micro-batches than that gain nothing."""
-
-MOST_PERMUTED = 5
-"""Devices, unequal or of uneven nodes, of which every order is tried."""
+"""A step that we choose has at most so many; settings with more are only held against their lower bound."""
 
 Kind = tuple[int, int, ScheduleName]
 """Stages, replicas, schedule: what makes a different plan, rather than the same one with other figures."""
@@ -37,8 +33,8 @@ class Setting:
     """A replica."""
     samples: int
     """Of one micro-batch."""
-    ranks: Ranks
-    """By place in the pipeline, one a replica."""
+    devices: Devices
+    """By place in the pipeline, one a replica; () where only bounds are asked for."""
     stages_per_rank: int = 1
 
     @property
@@ -51,8 +47,8 @@ class Setting:
         return placement(self.schedule, self.num_stages, self.num_places)
 
     @property
-    def ranks_by_stage(self) -> Ranks:
-        return tuple(self.ranks[place] for place in self.places)
+    def devices_by_stage(self) -> Devices:
+        return tuple(self.devices[place] for place in self.places)
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -66,6 +62,12 @@ class Setting:
     @property
     def kind(self) -> Kind:
         return self.num_stages, self.num_replicas, self.schedule
+
+
+def numbered(devices: Devices, cluster: Cluster) -> dict[int, int]:
+    """Device -> rank, in the order of ranks: node by node, as launchers number them, and in a node by device."""
+    used = sorted((device for row in devices for device in row), key=lambda one: (cluster.nodes[one], one))
+    return {device: rank for rank, device in enumerate(used)}
 
 
 def check_request(graph: CostGraph, cluster: Cluster, training: Training) -> None:
@@ -173,6 +175,14 @@ def mesh_levels(graph: CostGraph, cluster: Cluster, training: Training) -> list[
 
 def settings(site: Site, training: Training, meshes: Sequence[tuple[int, int]]) -> Iterator[tuple[Setting, Layout]]:
     """Every setting of those meshes: micro-batch counts that divide a replica's samples, schedules, and layouts."""
+    return ((setting, layout) for setting, layout, unseen in every_setting(site, training, meshes) if not unseen)
+
+
+def every_setting(
+    site: Site, training: Training, meshes: Sequence[tuple[int, int]]
+) -> Iterator[tuple[Setting, Layout, bool]]:
+    """Settings, and with True those that only bounds look at: layouts that are left out, counts of micro-batches that
+    make more than `MOST_ACTIONS`."""
     for pp, dp in meshes:
         each = training.batch_size // dp
         counts = divisors(each) if training.microbatches == "auto" else [training.microbatches]
@@ -181,14 +191,15 @@ def settings(site: Site, training: Training, meshes: Sequence[tuple[int, int]]) 
             schedules = (training.schedule,)
         else:
             schedules = ("1f1b", "gpipe") if pp > 1 else ("1f1b",)
-        arranged = layouts(site, pp, dp)
+        found = arranged(site, pp, dp)
         for count in counts:
             for schedule in schedules:
                 for stages in stages_per_rank(schedule, training, pp):
                     too_many = training.microbatches == "auto" and count > 1 and 2 * pp * stages * count > MOST_ACTIONS
-                    if each % count == 0 and not too_many:
-                        for layout in arranged:
-                            yield Setting(pp, dp, schedule, count, each // count, layout.ranks, stages), layout
+                    if each % count == 0:
+                        for layout in (*found.layouts, *found.others):
+                            setting = Setting(pp, dp, schedule, count, each // count, layout.devices, stages)
+                            yield setting, layout, too_many or isinstance(layout, AnyLayout)
 
 
 def stages_per_rank(schedule: ScheduleName, training: Training, pp: int) -> tuple[int, ...]:
@@ -196,63 +207,6 @@ def stages_per_rank(schedule: ScheduleName, training: Training, pp: int) -> tupl
     if schedule == "interleaved":
         return (2, 3, 4) if pp > 1 else (2,)
     return (2,) if schedule == "zero-bubble-v" else (1,)
-
-
-def layouts(site: Site, num_places: int, num_replicas: int) -> list[Layout]:
-    """A replica's places side by side, or a place's replicas side by side.
-
-    Side by side is within a node where that is possible, so the first keeps transfers and the second keeps gradient
-    sync off the slow links. One of them is left out where both take the same time. Devices that are not alike, or of
-    nodes with more and fewer of them, are put in every other order, too, where they are few. More that are
-    not alike are put by speed and by memory, as a stage's place in the schedule can ask for either.
-    """
-    used = num_places * num_replicas
-    if used > site.cluster.num_devices:
-        raise ArgumentError(
-            f"{num_places} stages x {num_replicas} replicas need {used} devices, the cluster has "
-            f"{site.cluster.num_devices}: use a smaller mesh"
-        )
-    by_node = np.argsort(site.node[:used], kind="stable")
-    found: dict[bytes, Layout] = {}
-    for order in _orders(site, by_node):
-        for at in (order.reshape(num_replicas, num_places).T, order.reshape(num_places, num_replicas)):
-            looks = _looks(site, at)
-            if looks not in found:
-                found[looks] = Layout(site, tuple(map(tuple, at.tolist())), len(found))
-    return list(found.values())
-
-
-def _looks(site: Site, at: Ints) -> bytes:
-    """The same for ranks [places, replicas] whose replicas look the same, in whatever order."""
-    if site.alike and site.one_link:
-        return b""
-    columns = [site.speed[at], site.room[at]]
-    if not site.one_link:
-        columns.append(np.array([np.argmax(site.node[at] == site.node[at[place]], axis=0) for place in range(len(at))]))
-        columns.append(
-            (site.node[at] != site.node[at[:, :1]]).any(axis=1, keepdims=True) | np.zeros(at.shape, np.bool_)
-        )
-    table = np.concatenate([column.astype(float) for column in columns])
-    return table[:, np.lexsort(table)].tobytes()
-
-
-def _orders(site: Site, ranks: Ints) -> Iterator[Ints]:
-    """Ranks in the orders to try, the cluster's own first."""
-    yield ranks
-    figures = list(zip(site.speed[ranks].tolist(), site.room[ranks].tolist(), strict=True))
-    even = site.one_link or len(set(np.unique(site.node[ranks], return_counts=True)[1].tolist())) == 1
-    if len(set(figures)) == 1 and (even or len(ranks) > MOST_PERMUTED):
-        return
-    if len(ranks) <= MOST_PERMUTED:
-        seen = {tuple((*figures[k], int(site.node[ranks[k]])) for k in range(len(ranks)))}
-        for order in permutations(range(len(ranks))):
-            looks = tuple((*figures[k], int(site.node[ranks[k]])) for k in order)
-            if looks not in seen:
-                seen.add(looks)
-                yield ranks[list(order)]
-        return
-    for key in (-site.speed[ranks], site.speed[ranks], -site.room[ranks]):
-        yield ranks[np.argsort(key, kind="stable")]
 
 
 def divisors(number: int) -> list[int]:

@@ -31,7 +31,10 @@ def shortage(graph: CostGraph, cluster: Cluster, training: Training) -> str:
     stages = np.arange(setting.num_stages)
     needed = problem.memory.least_bytes(stages, [first for first, _ in bounds], [last for _, last in bounds])
     stage = int(np.argmax(needed - problem.memory.room))
-    device = min((cluster.devices[rank] for rank in setting.ranks[stage]), key=lambda one: memory_limit(one, training))
+    device = min(
+        (cluster.devices[device] for device in setting.devices_by_stage[stage]),
+        key=lambda one: memory_limit(one, training),
+    )
     lean = bool(needed[stage] < problem.memory.bytes(stage, *bounds[stage]))
     items = stage_memory(
         graph,
@@ -68,7 +71,7 @@ def shortage(graph: CostGraph, cluster: Cluster, training: Training) -> str:
     return (
         f"does not fit: {name} needs {format_bytes(items.total)} of {of} ({largest}), "
         f"{format_bytes(max(1, items.total - limit))} too much. No split of {graph.num_layers} layers fits {devices}; "
-        f"this one ({mesh}) comes closest. {_way_out(graph, cluster, training, limit, lacking)}"
+        f"this one ({mesh}) comes closest. {_way_out(graph, cluster, training, limit, lacking * (1 + device.slack))}"
     )
 
 
