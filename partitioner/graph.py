@@ -149,6 +149,23 @@ class CostGraph(Shown):
         return flags
 
     @cached_property
+    def unlinked(self) -> tuple[Ints, Ints]:
+        """By cut, (first, last): two stages that meet there run one after the other unless both are within the layers
+        [first, last), which is empty where `linked`.
+
+        The second has the layer after the cut: it waits for a first one that reaches back to what that layer uses. The
+        first has the layer before the cut: a second one that reaches on to what uses that layer waits for it.
+        """
+        n = self.num_layers
+        first, last = np.zeros(n + 1, dtype=np.int64), np.full(n + 1, n)
+        for _, producer, consumers in self._crossing_tensors:
+            after = [place for place in consumers if place > producer]
+            first[after] = np.maximum(first[after], producer + 1)
+            last[producer + 1] = min(last[producer + 1], after[0])
+        cuts = np.arange(n + 1)
+        return np.where(self.linked, cuts, first), np.where(self.linked, cuts, last)
+
+    @cached_property
     def handed_on(self) -> NDArray[np.bool_]:
         """By cut: whether `next_bytes` counts a tensor there, be it of 0 bytes."""
         flags = np.zeros(self.num_layers + 1, dtype=np.bool_)

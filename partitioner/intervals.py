@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -13,7 +13,9 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 MOST_CELLS = 2**19
-"""A table of sums may have so many numbers: 4 MiB, and there are some for every micro-batch size."""
+"""Tables of sums may have so many numbers: 4 MiB, and there are some for every micro-batch size."""
+BANDS = (0, 4, 8, 16, 32)
+"""Layers from one use to the next up to which they may be told apart from those that are farther."""
 
 
 def sums_before(values: Any) -> Floats:
@@ -36,9 +38,10 @@ class IntervalSum:
 
         total(first, last) = sum of amount over uses with  previous < first <= at < last
 
-    Three kinds of use keep every query short: `previous == -1` is a prefix sum, `previous == at - 1` counts for
-    `first == at` alone, and only the rest ("long": tied parameters, skip connections) needs more: a table with one row
-    for each distinct `previous` where that is small, O(log n) a query, and elsewhere `_Dominance`, O(log^2 n).
+    Four kinds of use keep every query short: `previous == -1` is a prefix sum; `previous == at - 1` counts for
+    `first == at` alone; those a few layers apart (branches) only ask how far `last` is from `first`, up to as many
+    layers (`_Band`); the rest (tied parameters, long skips) have a table over their own positions where these are few,
+    O(log n) a query, and elsewhere all of both go into `_Dominance`, O(log^2 n).
 
     >>> tied = IntervalSum(3, [Use(0, -1, 10.0), Use(2, 0, 10.0)])     # one parameter of 10, used by layers 0 and 2
     >>> [float(tied(first, last)) for first, last in ((0, 1), (0, 3), (1, 2), (2, 3))]
@@ -56,11 +59,7 @@ class IntervalSum:
         self._adjacent = np.bincount(at[near], amount[near], num_layers + 1)
         self.prefix: Floats | None = None if far.any() or near.any() else self._prefix
         """Totals up to each position where `total(i, j) = prefix[j] - prefix[i]`; None where things are shared."""
-        self._far: _Table | _Dominance | None = None
-        if far.any():
-            num_rows = len(np.unique(previous[far]))
-            kind = _Table if num_rows * num_layers <= MOST_CELLS else _Dominance
-            self._far = kind(num_layers, at[far], previous[far], amount[far])
+        self._others = list(_summed(num_layers, at[far], previous[far], amount[far])) if far.any() else []
 
     @cached_property
     def prefix_list(self) -> list[float] | None:
@@ -70,22 +69,62 @@ class IntervalSum:
         """Totals of the intervals [first, last), first < last; arrays of positions broadcast."""
         i, j = np.asarray(first), np.asarray(last)
         total = self._prefix[j] - self._prefix[i] + self._adjacent[i]
-        return total if self._far is None else total + self._far(i, j)
+        for other in self._others:
+            total = total + other(i, j)
+        return total
+
+
+def _summed(num_layers: int, at: Ints, previous: Ints, amount: Floats) -> Iterator[_Band | _Table | _Dominance]:
+    """Structures that together tell the sum of amount over `previous < first <= at < last`."""
+    cells = [width * num_layers + _Table.cells(at, previous, at - previous > width) for width in BANDS]
+    if min(cells) > MOST_CELLS:
+        yield _Dominance(num_layers, at, previous, amount)
+        return
+    width = BANDS[cells.index(min(cells))]
+    far = at - previous > width
+    if width:
+        yield _Band(num_layers, width, at[~far], previous[~far], amount[~far])
+    if far.any():
+        yield _Table(num_layers, at[far], previous[far], amount[far])
+
+
+class _Band:
+    """Uses at most `width` layers after the one before them: all that `first` is between are over by first + width."""
+
+    def __init__(self, num_layers: int, width: int, at: Ints, previous: Ints, amount: Floats) -> None:
+        self._table = np.zeros((num_layers + 1, width + 1))
+        """By `first` and by last - first, up to the width."""
+        for after in range(width):
+            within = at - after > previous
+            self._table[:, after + 1] = np.bincount(at[within] - after, amount[within], num_layers + 1)
+        np.cumsum(self._table, axis=1, out=self._table)
+        self._width = width
+
+    def __call__(self, first: Any, last: Any) -> Any:
+        return self._table[first, np.minimum(last - first, self._width)]
 
 
 class _Table:
-    """Sum of amount over `previous < first <= at < last`: sums up to each position, a row a distinct `previous`."""
+    """Sums over the distinct values of `previous` up to each, and over those of `at`."""
 
     def __init__(self, num_layers: int, at: Ints, previous: Ints, amount: Floats) -> None:
-        self._rows, row = np.unique(previous, return_inverse=True)
-        self._table = np.zeros((len(self._rows) + 1, num_layers + 1))
-        np.add.at(self._table, (row + 1, at + 1), amount)
+        rows, row = np.unique(previous, return_inverse=True)
+        columns, column = np.unique(at, return_inverse=True)
+        self._table = np.zeros((len(rows) + 1, len(columns) + 1))
+        np.add.at(self._table, (row + 1, column + 1), amount)
         np.cumsum(self._table, axis=0, out=self._table)
         np.cumsum(self._table, axis=1, out=self._table)
+        every = np.arange(num_layers + 1)
+        self._row, self._column = np.searchsorted(rows, every), np.searchsorted(columns, every)
+
+    @staticmethod
+    def cells(at: Ints, previous: Ints, some: NDArray[np.bool_]) -> int:
+        """Size of the table for some of the uses."""
+        return (len(np.unique(previous[some])) + 1) * (len(np.unique(at[some])) + 1)
 
     def __call__(self, first: Any, last: Any) -> Any:
-        row = np.searchsorted(self._rows, first)
-        return self._table[row, last] - self._table[row, first]
+        row = self._row[first]
+        return self._table[row, self._column[last]] - self._table[row, self._column[first]]
 
 
 class _Dominance:

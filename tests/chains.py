@@ -113,6 +113,17 @@ def random_chain(rng: random.Random, n: int) -> Profile:
     return profile
 
 
+def random_branches(rng: random.Random, n: int) -> Profile:
+    """The same without what each layer hands to the next: tensors go from some layer to a few later ones."""
+    profile = random_chain(rng, n).model_copy(update={"no_cut": {}})
+    sizes, tensors = profile.microbatch_sizes, []
+    for at in range(n - 1):
+        if rng.random() < 0.8:
+            to = sorted({min(n - 1, at + rng.choice([1, 2, 2, 3, n])) for _ in range(2)})
+            tensors.append(_tensor(f"t{at}", at, to, rng.randrange(100_000), rng.random() < 0.8, sizes))
+    return profile.model_copy(update={"tensors": tuple(tensors)})
+
+
 def _each(value: int | Sequence[int], n: int) -> Sequence[int]:
     return [value] * n if isinstance(value, int) else value
 

@@ -5,7 +5,7 @@ import random
 
 import numpy as np
 import pytest
-from chains import chain, random_chain
+from chains import chain, random_branches, random_chain
 
 from partitioner import intervals
 from partitioner.errors import ArgumentError
@@ -163,15 +163,29 @@ def test_interval_sums_answer_arrays_as_they_answer_numbers(seed):
     assert total(first, last).tolist() == [total(i, j) for i, j in pairs] == expected
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_two_stages_wait_for_one_another_unless_both_are_within_what_their_cut_leaves_apart(seed):
+    graph = CostGraph(random_branches(random.Random(seed), 9))
+    first, last = graph.unlinked
+    for a, cut, b in itertools.combinations(range(10), 3):
+        tensors = [(int(t.producer), [int(name) for name in t.consumers]) for t in graph.profile.tensors]
+        if not any(a <= at < cut and any(cut <= k < b for k in to) for at, to in tensors):
+            assert first[cut] <= a and b <= last[cut]
+    assert (last[graph.linked] == first[graph.linked]).all()
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_many_skips_are_summed_in_little_memory_as_in_a_table(seed, monkeypatch):
     rng = random.Random(seed)
     n = rng.choice([5, 8, 16, 33])
     uses = [Use(at, rng.randrange(-1, at), float(rng.randrange(9))) for at in range(n) for _ in range(3)]
     tables = IntervalSum(n, uses)
+    first, last = np.array(runs(n)).T
+    for width in (1, 2, 7):
+        monkeypatch.setattr(intervals, "BANDS", (width,))
+        assert IntervalSum(n, uses)(first, last).tolist() == tables(first, last).tolist()
     monkeypatch.setattr(intervals, "MOST_CELLS", 0)
     levels = IntervalSum(n, uses)
-    first, last = np.array(runs(n)).T
     assert levels(first, last).tolist() == tables(first, last).tolist()
     written_out = [
         sum(use.amount for use in uses if use.previous < i <= use.at < j) for i, j in zip(first, last, strict=True)

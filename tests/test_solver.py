@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from chains import LOTS, chain, cluster, random_chain
+from chains import LOTS, chain, cluster, random_branches, random_chain
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -481,11 +481,13 @@ def brute_force(graph, there, training):
 
 
 @pytest.mark.parametrize("few_splits", [2_000, 0])
-@pytest.mark.parametrize("seed", range(16))
-def test_no_split_beats_the_plan_by_more_than_its_gap(seed, few_splits, monkeypatch):
+@pytest.mark.parametrize(
+    ("seed", "made"), [*((seed, random_chain) for seed in range(16)), *((seed, random_branches) for seed in range(4))]
+)
+def test_no_split_beats_the_plan_by_more_than_its_gap(seed, made, few_splits, monkeypatch):
     monkeypatch.setattr(one_setting, "FEW_SPLITS", few_splits)  # 0: proposals, bounds and hill climbing alone
     rng = random.Random(seed)
-    graph = CostGraph(random_chain(rng, rng.randrange(2, 7)))
+    graph = CostGraph(made(rng, rng.randrange(2, 7)))
     devices = rng.choice([1, 2, 3, 4])
     there = cluster(
         devices,
@@ -510,12 +512,13 @@ def test_no_split_beats_the_plan_by_more_than_its_gap(seed, few_splits, monkeypa
         assert plan.gap < 1e-9
 
 
+@pytest.mark.parametrize("made", [random_chain, random_branches])
 @pytest.mark.parametrize("seed", range(40))
-def test_no_split_is_faster_than_the_lower_bound_of_its_setting(seed):
+def test_no_split_is_faster_than_the_lower_bound_of_its_setting(seed, made):
     rng = random.Random(seed)
     n, p, dp, m = rng.randrange(5, 10), rng.randrange(2, 6), rng.choice([1, 2]), rng.choice([1, 2, 5, 12, 24])
     p = min(p, n)
-    graph = CostGraph(random_chain(rng, n).model_copy(update={"no_cut": {}}))
+    graph = CostGraph(made(rng, n).model_copy(update={"no_cut": {}}))
     there = cluster(
         p * dp,
         link=rng.choice([SLOW, SLOWER]),

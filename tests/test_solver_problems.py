@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from partitioner.solver.branching import step_in_any_order
@@ -153,6 +153,7 @@ def test_layers_of_a_group_share_a_device() -> None:
 
 
 @settings(max_examples=15, deadline=None)
+@example(seed=978)  # sums of the same numbers in another row came out larger, and a layer without time was lost
 @given(st.integers(0, 10**6))
 def test_names_do_not_matter_and_more_devices_or_memory_never_hurt(seed: int) -> None:
     rng = random.Random(seed)

@@ -35,6 +35,8 @@ class Lane(NamedTuple):
     """Speed of its slowest device, at least."""
     more_s: float
     """Seconds that its wires take on top, wherever they are."""
+    apart_s: float
+    """No split in which some stage does not wait for the one before it is done sooner; inf: there is none."""
 
     @property
     def hops_s(self) -> Floats:
@@ -60,9 +62,11 @@ class Bounds:
     h, 2 h, ..., and from the last forward; what they leave out, m - 1 - j h of each kind, comes on top.
 
     `place` and `rounds` hold for every s, and the largest counts. All but `busy` need every stage to wait for the one
-    before it (`graph.linked`). Stage 0 ends last, so its sync adds to them: it has the layers before the first possible
-    cut. Every stage's own sync follows its own work. The optimizer takes least when all devices finish theirs together.
-    Recomputation adds to a stage's own work, and is left out of the others' in all of them.
+    before it. Where two stages meet that do not, they are small (`graph.unlinked`), and the p - 2 others have the rest
+    of the work: what that takes bounds such splits, and the lower of the two bounds all. Stage 0 ends last, so its sync
+    adds to them: it has the layers before the first possible cut. Every stage's own sync follows its own work. The
+    optimizer takes least when all devices finish theirs together. Recomputation adds to a stage's own work, and is left
+    out of the others' in all of them.
 
     Under a schedule with several stages a rank, or a backward in two parts, only a rank's work and one micro-batch's
     forward way count.
@@ -82,11 +86,11 @@ class Bounds:
             backward = max(float(costs.backward_s.sum()) / total, float(costs.backward_s.max()) / fastest)
             both = max(float(costs.before_s[-1]) / total, float((costs.forward_s + costs.backward_s).max()) / fastest)
             bound = max(bound, m * both, (m * float(costs.before_s[-1]) + lane.slowest * sync_s) / total)
-            if p > 1 and self._in_line:
+            if p > 1:
                 if self._simple:
                     way = float(costs.before_s[-1]) / fastest + float(lane.hops_s[-1]) + lane.more_s
-                    bound = max(bound, way + (m - 1) * max(forward, backward))
-                else:
+                    bound = max(bound, min(lane.apart_s, way + (m - 1) * max(forward, backward)))
+                elif lane.apart_s == math.inf:
                     bound = max(bound, float(costs.forward_before_s[-1]) / fastest + float(np.sum(lane.there_s)))
         return bound + self._optimizer_s
 
@@ -96,7 +100,7 @@ class Bounds:
         if not self._simple:
             return self.quick()
         m, p, schedule = self.setting.num_microbatches, self.setting.num_stages, self.setting.schedule
-        if target_s < math.inf and p > 1 and self._in_line:
+        if target_s < math.inf and p > 1:
             inner_s = target_s - self._optimizer_s
             if any(not self._possible(inner_s, lane) for lane in self._lanes):
                 return target_s
@@ -107,16 +111,16 @@ class Bounds:
             if slowest == math.inf:
                 return math.inf
             bound = max(bound, m * slowest)
-            if self._in_line:
+            if bound < lane.apart_s:
                 forward = self._bottleneck(forward_before_s, lane) if thorough else 0.0
                 backward = self._bottleneck(before_s - forward_before_s, lane) if thorough else 0.0
                 again = max(forward, backward, float(lane.there_s.max()), float(lane.back_s.max()))
                 way = float(before_s[-1]) / float(lane.speeds.max()) + float(lane.hops_s[-1]) + lane.more_s
                 if schedule == "gpipe":
                     again = max(forward + backward, slowest, again)
-                bound = max(bound, way + (m - 1) * again + self._first_sync_s)
+                bound = max(bound, min(lane.apart_s, way + (m - 1) * again + self._first_sync_s))
                 if p > 1:
-                    bound = self._placed(bound, lane)
+                    bound = max(bound, min(lane.apart_s, self._placed(bound, lane)))
         return bound * (1 - 10 * TOLERANCE) + self._optimizer_s
 
     def windows(self, total_s: float) -> Lines:
@@ -138,8 +142,22 @@ class Bounds:
         return self.setting.schedule in ("gpipe", "1f1b") and self.setting.stages_per_rank == 1
 
     @cached_property
-    def _in_line(self) -> bool:
-        return bool(self.replayer.graph.linked[self.starts.possible].all())
+    def _apart_work_s(self) -> float:
+        """The most that two stages in a row can have to do if the second does not wait for the first; 0: all do."""
+        first, last = (positions[self.starts.possible] for positions in self.replayer.graph.unlinked)
+        before_s = self.replayer.costs.before_s
+        return float((before_s[last] - before_s[first]).max(initial=0.0))
+
+    def _apart_s(self, speeds: Floats, total: float) -> float:
+        if not self._apart_work_s:
+            return math.inf
+        if not self._simple:
+            return 0.0
+        others = min(total, float(np.sort(speeds)[2:].sum()))
+        left = float(self.replayer.costs.before_s[-1]) * (1 - TOLERANCE) - self._apart_work_s
+        if left <= 0:
+            return 0.0
+        return self.setting.num_microbatches * left / others if others else math.inf
 
     @cached_property
     def _optimizer_s(self) -> float:
@@ -182,7 +200,8 @@ class Bounds:
                 np.concatenate(([0.0], np.where(crosses, least[True][k], least[False][k]))) for k in (0, 1)
             )
             total, slowest = layout.line_speeds[number], layout.slowest[number]
-            lanes.append(Lane(speeds, there_s[:p], back_s[:p], total, slowest, layout.crossings(number) * more_s))
+            more, apart_s = layout.crossings(number) * more_s, self._apart_s(speeds, total)
+            lanes.append(Lane(speeds, there_s[:p], back_s[:p], total, slowest, more, apart_s))
         return lanes
 
     @cached_property
@@ -237,7 +256,7 @@ class Bounds:
         m, p, speeds = self.setting.num_microbatches, self.setting.num_stages, lane.speeds
         ones = np.ones(p)
         found = [(bound * speeds / m, ones)]
-        if self._in_line and p > 1:
+        if p > 1 and bound < lane.apart_s:
             left = bound - self._first_sync_s
             before = np.concatenate((speeds[:1], np.maximum.accumulate(speeds)[:-1]))  # the fastest of those before
             before = np.maximum(before, speeds / m)  # a later start must not end earlier

@@ -255,21 +255,26 @@ def _followed(chain: Chain, bottleneck: float) -> bool:
 
 
 def _ends(chain: Chain, stage: int, starts: Ints, lines: Sequence[Line]) -> Ints:
-    """[starts] how far the stage can go from each, by lines and room; the start itself: nowhere."""
-    prefix = chain.prefix_s
-    x = prefix[starts]
+    """[starts] how far the stage can go from each, by lines and room, recomputing where that is farther; the start
+    itself: nowhere."""
+    ends = _reach(chain, stage, starts, lines)
+    if chain.again_s is not None and chain.limits is not None and chain.limits.lean is not None:
+        ends = np.maximum(ends, _reach(chain, stage, starts, lines, recompute=True))
+    return ends
+
+
+def _reach(chain: Chain, stage: int, starts: Ints, lines: Sequence[Line], *, recompute: bool = False) -> Ints:
+    """The same of a stage that does or does not recompute."""
+    x, limits = chain.prefix_s[starts], chain.limits
     y = np.min([a + b * x for a, b in lines], axis=0)
     y = y + TOLERANCE * np.abs(y)
-    ends: Ints = np.maximum(np.searchsorted(prefix, y, side="right") - 1, starts)
-    limits = chain.limits
-    if limits is None:
-        return ends
-    reach: Ints = limits.far(stage, starts, ends)
-    if chain.again_s is not None and limits.lean is not None:
-        again = prefix + chain.again_s
-        slow = np.searchsorted(again, again[starts] + (y - x), side="right") - 1
-        reach = np.maximum(reach, limits.lean.far(stage, starts, np.maximum(np.minimum(slow, ends), starts)))
-    return reach
+    seconds = chain.prefix_s
+    if recompute:
+        assert chain.again_s is not None and limits is not None
+        seconds, limits = seconds + chain.again_s, limits.lean
+        y = y + chain.again_s[starts]
+    ends: Ints = np.maximum(np.searchsorted(seconds, y, side="right") - 1, starts)
+    return ends if limits is None else limits.far(stage, starts, ends)
 
 
 def cheapest_split(chain: Chain, bottleneck: float = math.inf, lines: Lines | None = None) -> Split | None:
@@ -281,7 +286,7 @@ def cheapest_split(chain: Chain, bottleneck: float = math.inf, lines: Lines | No
     lines: what else each stage keeps to. Boundaries are looked at where two walks say that they can be, w positions
     each. Seconds are differences of prefix sums, so without memory the minimum is one over a sliding window: O(w log w)
     a stage. Memory narrows the window where it is monotone (`roomy`); where the split so found does not fit (`fits` is
-    not monotone: what crosses a cut can be wide or narrow), every pair of the windows is looked at, O(w^2) a stage, and
+    not monotone: what crosses a cut can be wide or narrow), each window is searched for its least start that fits, and
     so it is where stages must recompute. They do so only where no split keeps within the bottleneck without.
     """
     if chain.again_s is not None:
@@ -298,27 +303,36 @@ def cheapest_split(chain: Chain, bottleneck: float = math.inf, lines: Lines | No
     places = [chain.starts.positions(s, first[s], last[s]) for s in range(chain.num_stages + 1)]
     if not all(map(len, places)):
         return None
-    cuts = None if chain.again_s is not None else _shortest(chain, every, places, pairs=False)
+    cuts = None if chain.again_s is not None else _shortest(chain, every, places, tested=False)
     if chain.again_s is not None or (cuts is not None and not chain.fit(cuts)):
-        cuts = _shortest(chain, every, places, pairs=True)
+        cuts = _shortest(chain, every, places, tested=True)
     return None if cuts is None else chain.split(cuts)
 
 
-def _shortest(chain: Chain, lines: Lines, places: list[Ints], *, pairs: bool) -> tuple[int, ...] | None:
-    """Cuts of the least sum_s within the places. pairs: every start and end is held against memory."""
-    prefix, best = chain.prefix_s, np.zeros(1)
+def _shortest(chain: Chain, lines: Lines, places: list[Ints], *, tested: bool) -> tuple[int, ...] | None:
+    """Cuts of the least sum_s within the places. tested: every start and end that is chosen is held against memory."""
+    prefix, again, limits, best = chain.prefix_s, chain.again_s, chain.limits, np.zeros(1)
     history: list[Callable[[int], int]] = []
     for s, speed in enumerate(chain.speeds):
         starts, ends = places[s], places[s + 1]
-        base = best - prefix[starts] / speed
-        reach = np.maximum.accumulate(_ends(chain, s, starts, lines[s]))
-        low, high = np.searchsorted(reach, ends, side="left"), np.searchsorted(starts, ends, side="left")
-        if pairs:
-            least, source = _over_pairs(chain, s, base, starts, ends, lines[s])
-            history.append(source.item)
+        base, before = best - prefix[starts] / speed, np.searchsorted(starts, ends, side="left")
+
+        def window(recompute: bool = False, s: int = s, starts: Ints = starts, ends: Ints = ends) -> Ints:
+            reach = _reach(chain, s, starts, lines[s], recompute=recompute)
+            return np.searchsorted(np.maximum.accumulate(reach), ends, side="left")
+
+        if not tested or limits is None:
+            low = window()
+            least = _window_minimum(base, low, before)
+            history.append(_Window(base, low, before).source)
         else:
-            least = _window_minimum(base, low, high)
-            history.append(_Window(base, low, high).source)
+            least, source = _least_that_fits(base, window(), before, limits, s, starts, ends)
+            if again is not None and limits.lean is not None:
+                longer = base - again[starts] / speed
+                value, other = _least_that_fits(longer, window(True), before, limits.lean, s, starts, ends)
+                value = value + again[ends] / speed
+                least, source = np.where(value < least, value, least), np.where(value < least, other, source)
+            history.append(source.item)
         best = least + prefix[ends] / speed
         if s + 1 < chain.num_stages:
             best = best + chain.hops_s[s + 1][ends]
@@ -342,29 +356,56 @@ class _Window(NamedTuple):
         return int(self.low[end] + np.argmin(self.base[self.low[end] : self.high[end]]))
 
 
-def _over_pairs(
-    chain: Chain, stage: int, base: Floats, starts: Ints, ends: Ints, lines: Sequence[Line]
+def _least_that_fits(
+    base: Floats, low: Ints, high: Ints, limits: Limits, stage: int, starts: Ints, ends: Ints
 ) -> tuple[Floats, Ints]:
-    """[ends] the least of base over the starts from which the stage fits and keeps its lines, and which one that is."""
+    """[ends] the least of base[low:high] over the starts from which the stage fits, inf for none; and where that is.
+
+    The least of a range is tested; where it does not fit, the range is cut there, and in halves, and the parts whose
+    least value is still below the best one that fits are tested next. So a window of w starts takes log w rounds at
+    most, and few tests where most stages fit.
+    """
     least, source = np.full(len(ends), np.inf), np.zeros(len(ends), dtype=np.int64)
-    rows = max(1, 500_000 // len(starts))
-    prefix, limits, x = chain.prefix_s, chain.limits, chain.prefix_s[starts]
-    assert limits is not None
-    y = np.min([a + b * x for a, b in lines], axis=0)
-    room = y - x + TOLERANCE * np.abs(y)
-    speed, again = chain.speeds[stage], chain.again_s
-    for k in range(0, len(ends), rows):
-        some = ends[k : k + rows, None]
-        allowed = (starts < some) & (prefix[some] - x <= room)
-        fits = limits.among(stage, starts[None, :], some, allowed)
-        value = np.where(fits, base, np.inf)
-        if again is not None and limits.lean is not None:
-            more = again[some] - again[starts]
-            lean = limits.lean.among(stage, starts[None, :], some, allowed & ~fits & (prefix[some] - x + more <= room))
-            value = np.where(lean, base + more / speed, value)
-        source[k : k + rows] = value.argmin(axis=1)
-        least[k : k + rows] = value[np.arange(len(some)), source[k : k + rows]]
+    end = np.flatnonzero(low < high)
+    low, high = low[end], high[end]
+    first = _least_places(base)
+    while len(end):
+        at = first(low, high)
+        better = base[at] < least[end]
+        end, low, high, at = end[better], low[better], high[better], at[better]
+        fit = limits.fit(stage, starts[at], ends[end])
+        found, place = end[fit], at[fit]
+        order = np.argsort(-base[place], kind="stable")  # of several ranges of one end, the least comes last
+        least[found[order]], source[found[order]] = base[place[order]], place[order]
+        end, low, high, at = end[~fit], low[~fit], high[~fit], at[~fit]
+        left, right = (low + at + 1) // 2, (at + 1 + high) // 2
+        parts = (low, left), (left, at), (at + 1, right), (right, high)
+        end = np.tile(end, 4)
+        low, high = (np.concatenate(side) for side in zip(*parts, strict=True))
+        some = low < high
+        end, low, high = end[some], low[some], high[some]
     return least, source
+
+
+def _least_places(values: Floats) -> Callable[[Ints, Ints], Ints]:
+    """Where the least of values[low:high] is, the first of equal ones: a sparse table, two powers of two cover a
+    window."""
+    tables = [np.arange(len(values))]
+    while 2 ** len(tables) <= len(values):
+        half = 2 ** (len(tables) - 1)
+        table = tables[-1].copy()
+        near, far = tables[-1][:-half], tables[-1][half:]
+        table[:-half] = np.where(values[far] < values[near], far, near)
+        tables.append(table)
+    stacked = np.stack(tables)
+
+    def first(low: Ints, high: Ints) -> Ints:
+        level = np.frexp((high - low).astype(float))[1] - 1
+        near, far = stacked[level, low], stacked[level, high - (1 << level)]
+        places: Ints = np.where(values[far] < values[near], far, near)
+        return places
+
+    return first
 
 
 def _window_minimum(values: Floats, low: Ints, high: Ints) -> Floats:

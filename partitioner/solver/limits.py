@@ -40,11 +40,9 @@ class Limits(ABC):
     def roomy(self, stage: Any, first: Any, last: Any) -> Any:
         """As `fits`, but only necessary: true of every part of what it is true of."""
 
-    def among(self, stage: int, first: Ints, last: Ints, asked: Flags) -> Flags:
-        """`fits` of those pairs of first [1, i] and last [j, 1] that are asked for, False elsewhere."""
-        row, column = np.nonzero(asked)
-        flags = np.zeros(asked.shape, dtype=np.bool_)
-        flags[row, column] = self.fits(stage, first[0, column], last[row, 0])
+    def fit(self, stage: int, first: Ints, last: Ints) -> Flags:
+        """`fits` of many runs of one stage."""
+        flags: Flags = self.fits(stage, first, last)
         return flags
 
     def room_for(self, stage: int) -> Callable[[int, int], bool]:
@@ -129,17 +127,19 @@ class DeviceMemory(Limits):
         needed = self._standing(first, last) + self.held[stage] * (end[last] - begin[first])
         return needed + self._graph.profile.buffer_bytes <= self.room[stage] + 1  # rounding
 
-    def among(self, stage: int, first: Ints, last: Ints, asked: Flags) -> Flags:
-        """Most pairs are told by sums: of what crosses, no cut has more than all that is alive there."""
+    def fit(self, stage: int, first: Ints, last: Ints) -> Flags:
+        """Many are told by sums: of what crosses, no cut has more than all that is alive there."""
         if self._standing.prefix is None:
-            return super().among(stage, first, last, asked)
-        standing, (begin, end), (most_begin, most_end) = self._standing.prefix, self._edges, self._widest
+            return super().fit(stage, first, last)
+        standing, (most_begin, most_end) = self._standing.prefix, self._widest
         held, room = self._by_stage[stage]
-        flags: Flags = asked & (standing[last] + held * end[last] <= standing[first] + held * begin[first] + room)
         passing = self._passing + 2 * float(self._graph.at(self._setting.samples).crossing_gradient_bytes.max())
-        most = standing[last] + held * most_end[last] + passing
-        open_ = flags & (most > standing[first] + held * most_begin[first] + room)
-        return np.where(open_, super().among(stage, first, last, open_), flags)
+        flags: Flags = (
+            standing[last] + held * most_end[last] + passing <= standing[first] + held * most_begin[first] + room
+        )
+        open_ = np.flatnonzero(~flags)
+        flags[open_] = super().fit(stage, first[open_], last[open_])
+        return flags
 
     @cached_property
     def _widest(self) -> tuple[Floats, Floats]:

@@ -137,11 +137,14 @@ class Search:
 
     def __init__(self, loads: Loads, ideals: Flags) -> None:
         self.loads = loads
-        order = np.lexsort((ideals.sum(axis=1), ideals.astype(np.float64) @ loads.kinds[0].times))
+        times = loads.kinds[0].times
+        unit = float(times.sum()) / 2**50 or 1.0
+        work = ideals.astype(np.float64) @ np.rint(times / unit)  # whole numbers: the same in whatever order
+        order = np.lexsort((ideals.sum(axis=1), work))
         self.ideals = ideals[order]
         """Subsets come before what holds them."""
         flags = self.ideals.astype(np.float64)
-        self.before = [flags @ kind.times for kind in loads.kinds]
+        self.before = [work[order] * unit, *(flags @ kind.times for kind in loads.kinds[1:])]
         self.memory = flags @ loads.memory_bytes
         self.sizes = flags.sum(axis=1)
 

@@ -22,6 +22,9 @@ MOST_RIVALS = 5
 SMALL = 2_000
 """Layers x stages that are solved in milliseconds, even if it is only to show what was not chosen."""
 
+PROMISING = 1.05
+"""A setting whose bound is at most so many times the smallest is worth a quick look before others have any split."""
+
 
 @dataclass(frozen=True)
 class Searched:
@@ -158,8 +161,9 @@ def _race(
             if bound_s == math.inf:
                 unfit.append(problem.setting)
                 continue
+            promising = not waiting or bound_s <= waiting[0].bound_s * PROMISING
             heapq.heappush(waiting, Waiting(bound_s, number, True, problem))
-            if not found and (one := problem.best(bound_s, thorough=False)) is not None:
+            if not found and promising and (one := problem.best(bound_s, thorough=False)) is not None:
                 found.append(one)  # something to measure the others' promises by
                 best = one.total_s
         elif (one := problem.best(bound_s, thorough=thorough)) is None:
