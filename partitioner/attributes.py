@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from partitioner.reaching import Change, Reach, Watched
 from partitioner.structures import PLAIN, is_python_object, is_same, opened
 
 Place = tuple[int, int]
@@ -44,6 +45,15 @@ class Attribute:
             self.content = now
 
 
+class Outside:
+    """A place outside of the model that was changed, and where; `is_plain` where that was not with tensors alone."""
+
+    def __init__(self, kind: str, name: str) -> None:
+        self.kind, self.name = kind, name
+        self.writes: list[Place] = []
+        self.is_plain = False
+
+
 class Attributes:
     """All attributes that a forward reads and changes; `here` tells where it is.
 
@@ -52,17 +62,38 @@ class Attributes:
 
     def __init__(self, model: nn.Module, here: Callable[[], Place]) -> None:
         self._here = here
+        reach = Reach(model, lambda path: 1)
+        self._known = {key: place.name for key, place in reach.places.items()}
+        """Objects and containers by the names that they have on every rank, whichever way code comes to them."""
+        outside = list(reach.places.values())[reach.num_inside :]
+        self._outside = [Watched(place) for place in outside if place.may_change]
+        self.outside: dict[str, Outside] = {}
+        """What changed in globals, closures and class variables, by name."""
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._names: dict[tuple[int, str], Attribute] = {}
         self._containers: dict[int, Attribute] = {}
         self._objects: list[Any] = []
         self._classes: dict[type, list[tuple[str, Any]]] = {}
 
-    def changed(self) -> list[Attribute]:
-        """Those that were changed, after a last look."""
+    def poll(self) -> None:
+        """Look for changes in what nobody can be told of: made here since the last look."""
+        for watched in self._outside:
+            if watched.is_touched():
+                for change in watched.changes():
+                    name = change.place.attribute_of(change.key)
+                    known = self.outside.setdefault(name, Outside(change.place.kind, change.place.name))
+                    known.writes.append(self._here())
+                    known.is_plain |= not isinstance(change.now, torch.Tensor) and not _holds_only_tensors(change)
+
+    def all(self) -> list[Attribute]:
+        """Those that were read or changed, after a last look."""
         for container in self._containers.values():
             container.look()
-        return [item for item in (*self._names.values(), *self._containers.values()) if item.writes]
+        return [*self._names.values(), *self._containers.values()]
+
+    def changed(self) -> list[Attribute]:
+        """Those that were changed."""
+        return [item for item in self.all() if item.writes]
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -114,14 +145,15 @@ class Attributes:
             return
         if _is_watchable(value):
             if id(value) not in self._paths:
-                self._paths[id(value)] = attribute.name
+                self._paths[id(value)] = self._known.get(id(value), attribute.name)
                 self._objects.append(value)
                 if type(value) not in self._classes:
                     self._watch_class(type(value))
             return
         container = self._containers.get(id(value))
         if container is None:
-            container = self._containers[id(value)] = Attribute(attribute.name, value)
+            name = self._known.get(id(value), attribute.name)
+            container = self._containers[id(value)] = Attribute(name, value)
         elif container.reads[-1] != here:
             container.look()
         container.reads.append(here)
@@ -134,6 +166,12 @@ class Attributes:
             path = self._paths[id(item)]
             self._names[key] = Attribute(f"{path}.{name}" if path else name, None)
         return self._names[key]
+
+
+def _holds_only_tensors(change: Change) -> bool:
+    """Tensors are followed one by one, wherever they are kept."""
+    parts = [one for one in (change.before, change.now) if isinstance(one, list)]
+    return bool(parts) and all(isinstance(part, torch.Tensor) for one in parts for part in one)
 
 
 def _is_watchable(value: Any) -> bool:

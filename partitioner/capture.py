@@ -25,9 +25,11 @@ import torch
 from torch import nn
 
 from partitioner.errors import UnsupportedModelError
-from partitioner.profiles import Buffer, Parameter
+from partitioner.profiles import Attribute, Buffer, Parameter
+from partitioner.reaching import Reach
 from partitioner.recording import Info, Node, Recording, record, storage_of, tensor_nbytes, warm_up
 from partitioner.restore import untouched
+from partitioner.shared import Masks
 from partitioner.structures import map_tensors, tensors_in
 from partitioner.tracing import unwrap
 
@@ -91,6 +93,8 @@ class Capture:
     buffers: tuple[Buffer, ...]
     buffer_bytes: int
     """Of all other buffers."""
+    attributes: tuple[Attribute, ...]
+    """Python state that layers share; see `profiles.Profile.attributes`."""
     fingerprint: str
     call_digest: str
 
@@ -110,6 +114,7 @@ STRUCTURE = (
     "fire_hooks",
     "buffers",
     "buffer_bytes",
+    "attributes",
     "fingerprint",
     "call_digest",
 )
@@ -154,6 +159,7 @@ def capture(
             no_cut=other.no_cut | captured.no_cut,
             joinable=joinable,
             buffers=_used_by_either(captured, other),
+            attributes=_read_in_either(captured, other),
         )
     return captured
 
@@ -167,6 +173,21 @@ def _used_by_either(captured: Capture, other: Capture) -> tuple[Buffer, ...]:
         )
         for buffer in captured.buffers
     )
+
+
+def _read_in_either(captured: Capture, other: Capture) -> tuple[Attribute, ...]:
+    order = {layer.id: k for k, layer in enumerate(captured.layers)}
+    found = {one.name: one for one in captured.attributes}
+    for one in other.attributes:
+        same = found.get(one.name, one)
+        read = sorted({*(name for name in (one.first, one.last, same.first, same.last) if name)}, key=order.__getitem__)
+        found[one.name] = Attribute(
+            name=one.name,
+            first=read[0] if read else None,
+            last=read[-1] if read else None,
+            writers=tuple(sorted({*one.writers, *same.writers}, key=order.__getitem__)),
+        )
+    return tuple(found.values())
 
 
 def _recordings(
@@ -338,6 +359,7 @@ class _Chooser:
         self.forbid_state(no_cut)
         self.forbid_shared_weights(no_cut)
         keep_open |= self.forbid_attributes(no_cut)
+        self.forbid_outside(no_cut, ids)
         for span in recording.spans:
             self.forbid(no_cut, self.zone(span.start), self.zone(span.stop), span.reason)
         self.forbid_regions(no_cut)
@@ -376,6 +398,7 @@ class _Chooser:
             fire_hooks=tuple(sorted(fire_hooks)),
             buffers=buffers,
             buffer_bytes=sum(map(tensor_nbytes, recording.model.buffers())) - sum(buffer.bytes for buffer in buffers),
+            attributes=self.attributes(ids),
             fingerprint=fingerprint(recording.model),
             call_digest=hashlib.sha256("\n".join(recording.order).encode()).hexdigest()[:16],
         )
@@ -524,6 +547,41 @@ class _Chooser:
                         around = [node, *self.ancestors(node)]
                         keep_open |= {self.nodes[one].path for one in around if self.nodes[one].stop < read}
         return keep_open
+
+    def attributes(self, ids: list[str]) -> tuple[Attribute, ...]:
+        """What was read or changed of Python state, but for that of modules which a layer has for itself."""
+        reads: dict[str, set[int]] = defaultdict(set)
+        writes: dict[str, set[int]] = defaultdict(set)
+        for item in self.recording.held:
+            reads[item.name] |= {self.zone(when) for when, _ in item.reads}
+            writes[item.name] |= {self.zone(when) for when, _ in item.writes}
+        own = {self.nodes[number].path: k for k, number in enumerate(self.chosen)}
+        found = []
+        for name, zones in reads.items():
+            zones = zones | writes[name]
+            parts = name.split(".")
+            above = (".".join(parts[:k]) for k in range(1, len(parts)))
+            if zones and not (len(zones) == 1 and any(own.get(path) in zones for path in above)):
+                writers = tuple(ids[k] for k in sorted(writes[name]))
+                found.append(Attribute(name=name, first=ids[min(zones)], last=ids[max(zones)], writers=writers))
+        for name, outside in self.recording.outside.items():
+            zones = {self.zone(when) for when, _ in outside.writes}
+            found.append(Attribute(name=name, writers=tuple(ids[k] for k in sorted(zones))))
+        return tuple(found)
+
+    def forbid_outside(self, no_cut: dict[int, str], ids: list[str]) -> None:
+        """A global or the like must stay with all code that leads to it: when that reads it is not seen."""
+        changed = {(one.kind, one.name): (name, one) for name, one in self.recording.outside.items() if one.is_plain}
+        if not changed:
+            return
+        masks = Masks(ids, {name: k for k, name in enumerate(ids)})
+        for place in Reach(self.recording.model, masks.of).places.values():
+            if (place.kind, place.name) in changed:
+                name, outside = changed[place.kind, place.name]
+                zones = [k for k in range(len(ids)) if place.mask >> k & 1]
+                zones += [self.zone(when) for when, _ in outside.writes]
+                reason = f"{name!r}, outside of the model, is changed in the forward and may be read on both sides"
+                self.forbid(no_cut, min(zones), max(zones), reason)
 
     def forbid_regions(self, no_cut: dict[int, str]) -> None:
         """No cut inside a checkpoint; one just before it is possible, unless code runs in it before its first layer."""

@@ -44,6 +44,8 @@ class Entry(NamedTuple):
     """Calls inside, of modules that are also called outside."""
     error: bytes | None = None
     """The exception that left it."""
+    state: tuple[Any, ...] = ()
+    """What it changed of Python state that later stages reach; see `shared`."""
 
 
 class Made(NamedTuple):
@@ -204,6 +206,13 @@ class Encoder:
         if id(tensor) in self._places:
             return (_TENSOR, self._places[id(tensor)])
         return (_MADE, *Made.of(tensor))
+
+
+def withheld_in(code: Any) -> str:
+    """What kind of object an encoded value holds that cannot be sent; empty where there is none."""
+    if code[0] == _WITHHELD:
+        return str(code[1])
+    return next(filter(None, map(withheld_in, code[4])), "") if code[0] == _CONTAINER else ""
 
 
 class Decoder:

@@ -16,6 +16,7 @@ from partitioner.joining import base_name, joined, single, with_uncalled
 from partitioner.logbook import Entry
 from partitioner.profiles import Profile
 from partitioner.recording import ROOT
+from partitioner.shared import SharedState
 from partitioner.tracing import unwrap
 
 
@@ -47,7 +48,9 @@ class Part:
         *,
         join: bool = True,
         device: torch.device | None = None,
+        guarded: bool = True,
     ) -> None:
+        """`guarded`: whether Python state that stages share is looked after; not where one stage is run alone."""
         self.model, self.stage, self.device = unwrap(model), stage, device
         self.num_stages = max(stage_of.values()) + 1
         self.stage_of, tracked = (joined if join else single)(profile, with_uncalled(profile, stage_of))
@@ -101,6 +104,11 @@ class Part:
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
+        self.shared: SharedState | None = None
+        if guarded and self.num_stages > 1:
+            ids = [layer.id for layer in profile.layers]
+            known = profile.attributes, profile.buffers
+            self.shared = SharedState(self.model, ids, *known, stage_of, stage, device)
         self._headers: dict[int, tuple[bytes, Any]] = {}
 
     def opened_header(self, source: int, header: bytes) -> Any:

@@ -424,7 +424,7 @@ def _enough(probe: _Probe) -> bool:
 
 def _slice(model: nn.Module, probe: _Probe, device: torch.device) -> Slice:
     stage = probe.stage_of[probe.layers[0].id]
-    return Slice(model, probe.captured, probe.stage_of, stage, join=False, device=device)
+    return Slice(model, probe.captured, probe.stage_of, stage, join=False, device=device, guarded=False)
 
 
 def _finish(probe: _Probe, run: SliceRun) -> torch.Tensor | list[torch.Tensor]:

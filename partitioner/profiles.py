@@ -148,6 +148,18 @@ class Buffer(Frozen):
     layers: Annotated[tuple[str, ...], Field(min_length=1)]
 
 
+class Attribute(Frozen):
+    """A module attribute in plain Python that not one layer has for itself: the `first` and `last` layer to read it.
+
+    None of what is outside of modules: who reads a global is not seen.
+    """
+
+    name: str
+    first: str | None = None
+    last: str | None = None
+    writers: tuple[str, ...] = ()
+
+
 class Profile(Shown, Frozen):
     """A model's layers in execution order with their costs. Plain data: save it on the cluster, plan on a laptop."""
 
@@ -172,6 +184,8 @@ class Profile(Shown, Frozen):
     needed when the model was captured."""
     fire_hooks: tuple[str, ...] = ()
     """Modules whose forward hooks keep tensors for later: ranks that skip the module fire them on what it sends."""
+    attributes: tuple[Attribute, ...] = ()
+    """Python state of modules that not one layer has for itself: a change on one rank matters elsewhere."""
     optimizer_s: Seconds = 0.0
     """One optimizer step over the whole model."""
     optimizer: str = "adamw"

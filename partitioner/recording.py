@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from partitioner.attributes import Attribute, Attributes, Place
+from partitioner.attributes import Attribute, Attributes, Outside, Place
 from partitioner.errors import UnsupportedModelError
 from partitioner.logbook import Arguments, Encoder, is_sendable, version
 from partitioner.restore import random_states
@@ -118,6 +118,11 @@ class Recording:
     kernels: list[tuple[str, float, float]] = field(default_factory=list)
     parameter_uses: dict[str, list[Place]] = field(default_factory=lambda: defaultdict(list))
     attributes: list[Attribute] = field(default_factory=list)
+    """That the forward changed."""
+    held: list[Attribute] = field(default_factory=list)
+    """All that it read or changed."""
+    outside: dict[str, Outside] = field(default_factory=dict)
+    """What it changed outside of the model, in globals and the like."""
     order: list[str] = field(default_factory=list)
     collecting: set[Any] = field(default_factory=set)
     """Hooks that kept tensors for later."""
@@ -133,6 +138,7 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     recorder = _Recorder(model)
     recorder.note_inputs((args, dict(kwargs)))
     attributes = Attributes(model, lambda: recorder.place)
+    recorder.poll = attributes.poll
     stance = torch.compiler.set_stance("force_eager")
     states = random_states()
     with stance, torch.enable_grad(), watching(recorder), attributes.watched():
@@ -142,7 +148,10 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
         del output
     if random_states() != states:
         recorder.recording.decisions.append(-1)
-    recorder.recording.attributes = attributes.changed()
+        with torch._C.DisableTorchFunction():
+            attributes.poll()
+    recorder.recording.held, recorder.recording.outside = attributes.all(), attributes.outside
+    recorder.recording.attributes = [item for item in recorder.recording.held if item.writes]
     return recorder.recording
 
 
@@ -169,6 +178,7 @@ class _Recorder(Watcher):
         """Checkpoints around."""
         self.returned: dict[int, int] = {}
         """Functions that transforms returned, by their ids: when."""
+        self.poll: Callable[[], None] = lambda: None
         self.inside: list[int | None] = []
         """What the running transform has used: tensors by number, None for parameters and chance."""
 
@@ -445,6 +455,8 @@ class _Recorder(Watcher):
         for tensor in given.tensors:
             if id(tensor) not in self.parameters and self.find(tensor) is None:
                 self.add_unannounced(tensor)
+        with torch._C.DisableTorchFunction():
+            self.poll()
         recording.clock += 1
         call_id = self.enter(path) if path else ROOT
         recording.order.append(call_id)
@@ -474,6 +486,8 @@ class _Recorder(Watcher):
             with self.hooks_watched(module, node):
                 result = run(*args, **kwargs)
         finally:
+            with torch._C.DisableTorchFunction():
+                self.poll()
             self.stack.pop()
             recording.clock += 1
             node.stop, node.last_kernel = recording.clock, len(recording.kernels)

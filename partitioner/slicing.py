@@ -74,8 +74,10 @@ class Slice(Part):
                 ended_early = True
             except Reached:
                 pass
+            walk.drop_hooks()
             if walk.failure is not None:
                 raise walk.failure
+            walk.changes(f"the code after {walk.moment}" if walk.moment else "the code")
             if meter is not None:
                 meter.end(walk.survivors)
             if self.stage + 1 == self.num_stages:

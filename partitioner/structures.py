@@ -112,18 +112,19 @@ def opened_record(item: Any) -> Opened | None:
 def opened_object(item: Any) -> Opened:
     """Any object taken apart into its attributes."""
     found: dict[str, Any] = dict(item.__dict__) if hasattr(item, "__dict__") else {}
-    for name in _slots(type(item)):  # type: ignore[arg-type]  # mypy does not take classes for hashable
+    for name in slots(type(item)):  # type: ignore[arg-type]  # mypy does not take classes for hashable
         if hasattr(item, name):
             found[name] = object.__getattribute__(item, name)
     return Opened("object", type(item), tuple(found), list(found.values()))
 
 
 @functools.lru_cache(maxsize=4096)
-def _slots(cls: type) -> tuple[str, ...]:
+def slots(cls: type) -> tuple[str, ...]:
+    """Names that objects of the class keep in slots."""
     names: list[str] = []
     for base in cls.__mro__:
-        slots = base.__dict__.get("__slots__", ())
-        names += [slots] if isinstance(slots, str) else slots
+        found = base.__dict__.get("__slots__", ())
+        names += [found] if isinstance(found, str) else found
     return tuple(name for name in names if not name.startswith("__"))
 
 
@@ -136,11 +137,12 @@ def is_same(now: Any, before: Any) -> bool:
 
 def is_python_object(value: Any) -> bool:
     """Whether a value is an object of a class written in Python that keeps its state in attributes."""
-    return _is_python_class(type(value)) and hasattr(value, "__dict__")  # type: ignore[arg-type]
+    return is_python_class(type(value)) and hasattr(value, "__dict__")  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_python_class(cls: type) -> bool:
+def is_python_class(cls: type) -> bool:
+    """Whether a class is written in Python, by somebody who keeps state in its objects."""
     if not cls.__flags__ & _HEAP_TYPE or issubclass(cls, (torch.Tensor, nn.Module, type)):
         return False
     return cls.__module__.partition(".")[0] not in ("torch", "numpy", "builtins", "random", "enum", "re", "functools")

@@ -19,12 +19,13 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.utils.checkpoint as checkpointing
@@ -33,6 +34,7 @@ from torch._functorch import apis as functorch_apis
 from torch._functorch import eager_transforms
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
+from torch.utils.hooks import RemovableHandle
 
 from partitioner.errors import ArgumentError
 
@@ -92,6 +94,20 @@ def may_draw(name: str, func: Callable[..., Any]) -> bool:
 _CUSTOM = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 
 
+class AddedHook(NamedTuple):
+    """A forward hook that was put on a module, and whether its handle is still there to remove it."""
+
+    handle: weakref.ref[RemovableHandle]
+    number: int
+    tables: tuple[weakref.ref[Any], ...]
+
+    def remove(self) -> None:
+        for table in self.tables:
+            hooks = table()
+            if hooks is not None:
+                hooks.pop(self.number, None)
+
+
 Failure = TypeVar("Failure", bound=Exception)
 
 
@@ -109,6 +125,8 @@ class Watcher(ABC):
         self.num_calls: Counter[str] = Counter()
         self.in_custom = False
         """Inside of a custom autograd Function or a functorch transform: that is one function, whatever it calls."""
+        self.hooks_added: list[AddedHook] = []
+        """Forward hooks that the forward has put on modules."""
         self.failure: Exception | None = None
         """The first error that was reported, which the model's own code may have swallowed."""
 
@@ -184,6 +202,8 @@ class Watcher(ABC):
 
 class _Current(threading.local):
     watcher: Watcher | None = None
+    started: Watcher | None = None
+    """That of the forward under way, also where its code is not told of."""
     counting: Watcher | None = None
     stance: Any = None
     """That of torch.compile outside of the watching; None where there is nothing compiled."""
@@ -193,6 +213,7 @@ _current = _Current()
 _apply: Any = torch.autograd.Function.__dict__["apply"]
 """A classmethod, in Python or (newer torch) in C."""
 _script_call: Any = torch.jit.ScriptFunction.__call__
+_handle_init = RemovableHandle.__init__
 _frame_init = checkpointing._CheckpointFrame.__init__
 _frame_save_inputs: Any = getattr(checkpointing._CheckpointFrame, "save_inputs", None)
 
@@ -359,6 +380,13 @@ def _tell_region(what: str) -> None:
         _current.watcher.on_region(what)
 
 
+def _watched_handle_init(handle: RemovableHandle, hooks_dict: Any, *, extra_dict: Any = None) -> None:
+    _handle_init(handle, hooks_dict, extra_dict=extra_dict)
+    if _current.started is not None and extra_dict is not None:  # only forward hooks have tables besides
+        tables = (handle.hooks_dict_ref, *handle.extra_dict_ref)
+        _current.started.hooks_added.append(AddedHook(weakref.ref(handle), handle.id, tables))
+
+
 def _watched_frame_init(frame: Any, *args: Any, **kwargs: Any) -> None:
     _tell_region("begins")
     _frame_init(frame, *args, **kwargs)
@@ -397,6 +425,7 @@ class _Patch:
         torch.jit.ScriptFunction.__call__ = _watched_script  # type: ignore[method-assign, assignment]
         for owner, name, transform in _TRANSFORMS:
             setattr(owner, name, _watched_transform(name.strip("_"), transform))
+        RemovableHandle.__init__ = _watched_handle_init  # type: ignore[method-assign, assignment]
         checkpointing._CheckpointFrame.__init__ = _watched_frame_init  # type: ignore[method-assign, assignment]
         if _frame_save_inputs is not None:
             checkpointing._CheckpointFrame.save_inputs = _watched_save_inputs  # type: ignore[method-assign]
@@ -410,6 +439,7 @@ class _Patch:
             torch.jit.ScriptFunction.__call__ = _script_call  # type: ignore[method-assign]
             for owner, name, transform in _TRANSFORMS:
                 setattr(owner, name, transform)
+            RemovableHandle.__init__ = _handle_init  # type: ignore[method-assign]
             checkpointing._CheckpointFrame.__init__ = _frame_init  # type: ignore[method-assign]
             if _frame_save_inputs is not None:
                 checkpointing._CheckpointFrame.save_inputs = _frame_save_inputs  # type: ignore[method-assign]
@@ -428,12 +458,12 @@ def watching(watcher: Watcher) -> Iterator[None]:
         entered: list[_Patch | _WatchedCall] = [_patch, *map(_call_of, watcher.tracked)]
         for one in entered:
             one.enter()
-    _current.watcher = watcher
+    _current.watcher = _current.started = watcher
     try:
         with _eager(), watcher.functions:
             yield
     finally:
-        _current.watcher = None
+        _current.watcher = _current.started = None
         with _patch.lock:
             for one in entered:
                 one.leave()

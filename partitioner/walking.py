@@ -20,11 +20,12 @@ from torch import nn
 from partitioner.errors import UnsupportedModelError
 from partitioner.logbook import Arguments, Decoder, Encoder, Entry, pickled, version
 from partitioner.parts import Part, Payload
+from partitioner.reaching import Change
 from partitioner.recording import ROOT, storage_of
 from partitioner.restore import random_marks, random_states, set_random_states
 from partitioner.standins import StandIn, exchange, unrecorded
 from partitioner.structures import tensors_in
-from partitioner.tracing import HOST_READS, Watcher, in_transform, may_draw, unwatched
+from partitioner.tracing import HOST_READS, AddedHook, Watcher, in_transform, may_draw, unwatched
 
 
 class Reached(BaseException):
@@ -78,6 +79,8 @@ class Walk(Watcher):
         self.names: dict[int, tuple[tuple[str, bool], ...]] = {}
         self.survivors: dict[str, torch.Tensor] = {}
         self.swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.held_handles: list[AddedHook] = []
+        """Handles of forward hooks that somebody held when the stage's part was over."""
         self.ended = False
         self.trying = False
         """Whether a transform ahead of the stage's own part is being run, to see whether all it uses is here."""
@@ -91,6 +94,8 @@ class Walk(Watcher):
             self.strayed |= flags.strayed
             if log is not None:
                 self.log, self.next_call, self.inputs_written = log, flags.next_call, flags.inputs_written
+        if self.local and part.shared is not None:
+            part.shared.mark()
         if self.local and meter is not None:
             meter.begin({}, {})
 
@@ -112,8 +117,15 @@ class Walk(Watcher):
     def stop(self, call_id: str) -> None:
         """The stage's part is over: what is alive now, and may be needed, must outlive the model's own references."""
         self.ended, self.stopped_at = True, call_id
+        self.held_handles = [hook for hook in self.hooks_added if hook.handle() is not None]
         self.keep_survivors()
         raise Reached
+
+    def drop_hooks(self) -> None:
+        """Forward hooks whose handles went with the frames of the forward: it would have removed them at its end."""
+        for hook in self.held_handles:
+            if hook.handle() is None:
+                hook.remove()
 
     def keep_survivors(self) -> None:
         self.survivors = {name: tensor for name in self.alive if (tensor := self.alive[name]()) is not None}
@@ -299,11 +311,26 @@ class Walk(Watcher):
             self.stop(call_id)
         elif stage < self.part.stage:
             raise self.other_way(f"calls {call_id} after a layer of stage {self.part.stage}", "placed it before")
+        if self.part.shared is not None and self.part.shared.is_moving:
+            self.changes(f"the code before {call_id}")
         try:
             with unwatched():
-                return self.metered(run, args, kwargs) if self.last else self.logged(call_id, run, args, kwargs)
+                if not self.last:
+                    return self.logged(call_id, run, args, kwargs)
+                result = self.metered(run, args, kwargs)
+            self.changes(f"layer {call_id} (or the code before it)")
+            return result
         finally:
             self.at(call_id)
+
+    def changes(self, who: str) -> list[Change]:
+        """What `who` has changed of Python state that later stages reach."""
+        if self.part.shared is None:
+            return []
+        try:
+            return self.part.shared.changes(who)
+        except UnsupportedModelError as error:
+            raise self.failed(error) from None
 
     def logged(self, call_id: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if call_id not in self.part.captured and call_id not in self.part.stage_of:
@@ -330,10 +357,20 @@ class Walk(Watcher):
                 len(given.tensors),
                 random_states() if self.drawn else None,
                 counts=tuple((path, n - counts.get(path, 0)) for path, n in self.num_calls.items()) if counts else (),
+                state=self.encoded(call_id),
             )
         )
         self.name(f"{call_id}:0", encoder.tensors, call_id)
         return result
+
+    def encoded(self, call_id: str) -> tuple[Any, ...]:
+        changes = self.changes(f"layer {call_id} (or the code before it)")
+        if not changes or self.part.shared is None:
+            return ()
+        try:
+            return self.part.shared.encoded(changes, f"layer {call_id}")
+        except UnsupportedModelError as error:
+            raise self.failed(error) from None
 
     def fire_hooks(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Let hooks that keep tensors for later keep these; the module itself ran on an earlier stage."""
@@ -411,6 +448,8 @@ class Walk(Watcher):
             set_random_states(entry.random_states)
         for path, count in entry.counts:
             self.num_calls[path] += count
+        if entry.state and self.part.shared is not None:
+            self.part.shared.apply(entry.state)
         return result
 
     def stand_in_for(self, target: torch.Tensor, moment: str) -> None:
@@ -468,6 +507,8 @@ class Walk(Watcher):
             self.named = {name: tensor for name, tensor in self.named.items() if name in self.part.wanted}
             if not self.last:
                 self.alive = {name: weakref.ref(tensor) for name, tensor in filled.items()}
+        if self.part.shared is not None:
+            self.part.shared.mark()
         if self.meter is not None:
             self.meter.begin(filled, around)
 

@@ -809,6 +809,31 @@ def buffer_written_late_read_early() -> nn.Module:
     return of(forward, lambda self: setattr(self, "writes", Writes()))()
 
 
+class Whisperer(nn.Module):
+    """Says a number to the model around it, past everything that is told when attributes are set."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.model = lin(), [model]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        vars(self.model[0])["said"] = float(x.detach().abs().sum())
+        return x
+
+
+@odd
+def attribute_set_past_setattr() -> nn.Module:
+    def init(self: Any) -> None:
+        self.said, self.b = 1.0, Whisperer(self)
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        x = self.c(torch.tanh(self.b(self.a(x))))
+        return self.d(x * self.said)
+
+    return of(forward, init)()
+
+
 @odd
 def python_counter_in_glue() -> nn.Module:
     def init(self: Any) -> None:

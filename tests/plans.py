@@ -37,6 +37,7 @@ def profile_of(captured: Capture, dtype: str = "float32") -> Profile:
         parameters=captured.parameters,
         buffers=captured.buffers,
         buffer_bytes=captured.buffer_bytes,
+        attributes=captured.attributes,
         microbatch_sizes=(1,),
         no_cut=captured.no_cut,
         joinable=captured.joinable,

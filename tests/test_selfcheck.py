@@ -18,6 +18,7 @@ from partitioner.errors import UnsupportedModelError
 from partitioner.losses import Loss
 from partitioner.microbatches import Cutter, MicroBatch
 from partitioner.selfcheck import check_split
+from partitioner.shared import SharedState
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -68,16 +69,23 @@ class Secret(nn.Module):
         return x
 
 
-def test_what_an_earlier_stage_leaves_on_a_module_does_not_reach_a_later_one() -> None:
+def test_what_an_earlier_stage_leaves_on_a_module_reaches_a_later_one_only_where_it_is_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = Secret("layers.1", "layers.2")
     assert checked(model, "layers.1") < 1e-6
+    assert checked(model, "layers.2") < 1e-6
+    monkeypatch.setattr(SharedState, "apply", lambda self, codes: None)
     with pytest.raises(UnsupportedModelError, match=r"cut before layers\.2.*differs by"):
         checked(model, "layers.2")
 
 
-def test_the_second_round_shows_what_the_first_cannot() -> None:
+def test_the_second_round_shows_what_the_first_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     """The number said late in one step is heard early in the next."""
     model = Secret("layers.3", "layers.0")
+    with pytest.raises(UnsupportedModelError, match=r"layer layers\.3 .* changes 'said' from \[1\.0\] to"):
+        checked(model, "layers.2")
+    monkeypatch.setattr(SharedState, "changes", lambda self, who: [])
     with pytest.raises(UnsupportedModelError, match="differs"):
         checked(model, "layers.2")
 

@@ -336,6 +336,39 @@ def test_odd_models_are_cut_where_that_is_right_and_nowhere_else(name: str) -> N
             assert worst < 1e-5, (chosen, step, where)
 
 
+class HooksItself(nn.Module):
+    """One hook for the time of each forward, and one for good, at the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+        self.is_hooked, self.num_calls = False, 0
+
+    def count(self, *given: object) -> None:
+        self.num_calls += 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_hooked:
+            self.is_hooked = True
+            self.a.register_forward_hook(self.count)
+        doubled = self.a.register_forward_hook(lambda module, args, out: out * 2)
+        x = self.c(self.b(self.a(x)))
+        doubled.remove()
+        return x
+
+
+def test_a_hook_for_the_time_of_the_forward_goes_also_where_that_ends_early() -> None:
+    case = regression(HooksItself())
+    captured = capture(case.model, case.args, layers=["a", "b", "c"])
+    stage_of = {"a": 0, "b": 0, "c": 1}
+    whole, models = copy.deepcopy(case.model), stage_models(case.model, captured, stage_of)
+    for _ in range(3):
+        worst, where = difference(run_whole(case, model=whole), run_cut(case, captured, stage_of, models=models))
+        assert worst < 1e-6, where
+    assert [len(model.a._forward_hooks) for model in (whole, *models)] == [1, 1, 1]
+    assert [model.num_calls for model in (whole, models[0])] == [3, 3]
+
+
 @pytest.mark.parametrize("how", [{"with_stack": True}, {"record_shapes": True, "profile_memory": True}])
 def test_stages_run_under_torchs_own_profiler(how: dict) -> None:
     """It reads gradients at module calls, and holds weak references to tensors that are to be exchanged."""

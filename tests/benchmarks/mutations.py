@@ -34,6 +34,7 @@ from partitioner.losses import Loss
 from partitioner.microbatches import Cutter, as_call
 from partitioner.parts import Part, Payload
 from partitioner.selfcheck import check_split
+from partitioner.shared import SharedState
 from partitioner.slicing import Slice, SliceRun
 from partitioner.walking import Walk
 
@@ -152,6 +153,10 @@ def _gradients_off(begin: Callable[[Walk], None]) -> Callable[[Walk], None]:
     return broken
 
 
+def _changes_stay_here(apply: Callable[..., None]) -> Callable[..., None]:
+    return lambda self, codes: None
+
+
 # -- between ranks
 
 
@@ -230,6 +235,12 @@ MUTATIONS = (
         replaced(Walk, "follow", _host_values_are_turned),
     ),
     Mutation("received tensors take no gradients", "gpt2", ("*",), replaced(Walk, "begin", _gradients_off)),
+    Mutation(
+        "an attribute that an earlier stage changed is stale",
+        "odd:attribute_set_past_setattr",
+        ("c",),
+        replaced(SharedState, "apply", _changes_stay_here),
+    ),
     Mutation(
         "a tied gradient is not summed", "tied", (), replaced(reduction.Reduction, "finish", _own_gradient_only), True
     ),

@@ -1,0 +1,510 @@
+"""Find what a model's code reaches in plain Python: attributes, containers, objects, globals, closures.
+
+What the code of two stages reaches they have in common on one device, and not on two ranks. A place is a container
+or an object with items or attributes that may change; which modules reach it is told by a mask, a bit for each stage.
+
+    module's attributes         its own stage, and those of modules that refer to it other than as their parent
+    objects, lists, dicts       every stage from whose modules attributes lead there
+    globals, closures           every stage in which a function runs that names them
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import itertools
+import operator
+import sys
+import sysconfig
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from partitioner.logbook import version
+from partitioner.structures import PLAIN, is_python_class, is_same, slots
+
+_MAX_DEPTH = 6
+_MAX_ITEMS = 1000
+"""Of a container, that are looked into."""
+
+_FOREIGN = frozenset({"torch", "numpy", "builtins", "partitioner", "scipy", *sys.stdlib_module_names} - {"__main__"})
+_INTERNALS = frozenset(vars(nn.Module())) | {"_call_impl", "_compiled_call_impl"}
+_STORES = frozenset({dis.opmap["STORE_GLOBAL"], dis.opmap["STORE_DEREF"], dis.opmap["DELETE_GLOBAL"]})
+_MISSING = object()
+
+GONE: Any = object()
+_WHOLE = None
+"""Key of a list, deque or set, which changes as a whole."""
+
+
+class Place:
+    """One object whose items or attributes may change. `name` is the same on every rank.
+
+    `attribute`: the module attribute (or global) that it was found behind; `mask`: the stages whose code reaches it.
+    """
+
+    kind = "attributes"
+    may_change = True
+
+    def __init__(self, owner: Any, name: str, attribute: str) -> None:
+        self.owner, self.name, self.attribute = owner, name, attribute
+        self.mask = 0
+
+    def items(self) -> list[tuple[Any, Any]]:
+        """(key, value) of all that it holds now."""
+        found = vars(self.owner) if hasattr(self.owner, "__dict__") else {}
+        names = slots(type(self.owner))  # type: ignore[arg-type]  # mypy does not take classes for hashable
+        return [*found.items(), *((key, getattr(self.owner, key)) for key in names if hasattr(self.owner, key))]
+
+    def parts(self) -> Iterable[Any]:
+        """Objects that are others, or in another order, where something else is held: quick to go through."""
+        if slots(type(self.owner)):  # type: ignore[arg-type]
+            return [part for item in self.items() for part in item]
+        found: Iterable[Any] = vars(self.owner).values()
+        return found
+
+    def put(self, key: Any, value: Any) -> None:
+        """Let it hold `value` under `key`."""
+        object.__setattr__(self.owner, key, value)
+
+    def drop(self, key: Any) -> None:
+        """Let it hold nothing under `key`."""
+        object.__delattr__(self.owner, key)
+
+    def name_of(self, key: Any) -> str:
+        """How an item is called in a message."""
+        return f"{self.name}.{key}" if self.name else str(key)
+
+    def attribute_of(self, key: Any) -> str:
+        """The module attribute that an item is, or belongs to."""
+        return self.name_of(key)
+
+
+class ModulePlace(Place):
+    """What torch itself keeps on a module is left out."""
+
+    kind = "module"
+
+    def items(self) -> list[tuple[Any, Any]]:
+        return [(key, value) for key, value in vars(self.owner).items() if key not in _INTERNALS]
+
+    def put(self, key: Any, value: Any) -> None:
+        vars(self.owner)[key] = value
+
+    def drop(self, key: Any) -> None:
+        del vars(self.owner)[key]
+
+
+class DictPlace(Place):
+    kind = "dict"
+
+    def items(self) -> list[tuple[Any, Any]]:
+        return list(dict.items(self.owner))
+
+    def parts(self) -> Iterable[Any]:
+        return itertools.chain(dict.keys(self.owner), dict.values(self.owner))
+
+    def put(self, key: Any, value: Any) -> None:
+        self.owner[key] = value
+
+    def drop(self, key: Any) -> None:
+        del self.owner[key]
+
+    def name_of(self, key: Any) -> str:
+        return f"{self.name}[{key!r}]"
+
+    def attribute_of(self, key: Any) -> str:
+        return self.attribute
+
+
+class BufferPlace(DictPlace):
+    """A module's table of buffers."""
+
+    kind = "buffers"
+
+    def name_of(self, key: Any) -> str:
+        return f"{self.name}.{key}" if self.name else str(key)
+
+    def attribute_of(self, key: Any) -> str:
+        return self.name_of(key)
+
+
+class SequencePlace(Place):
+    """A list, deque or set: changed as a whole, under the key None."""
+
+    kind = "sequence"
+
+    def items(self) -> list[tuple[Any, Any]]:
+        return list(enumerate(self.owner))
+
+    def parts(self) -> Iterable[Any]:
+        return list(self.owner)
+
+    def put(self, key: Any, value: Any) -> None:
+        self.owner.clear()
+        self.owner.update(value) if isinstance(self.owner, set) else self.owner.extend(value)
+
+    def name_of(self, key: Any) -> str:
+        return self.name
+
+    def attribute_of(self, key: Any) -> str:
+        return self.attribute
+
+
+class NamePlace(Place):
+    """One name of a Python module or class. What a library names is taken for fixed where no code seen sets it."""
+
+    kind = "name"
+
+    def __init__(self, owner: Any, name: str, key: str) -> None:
+        super().__init__(owner, f"{name}.{key}", f"{name}.{key}")
+        self.key = key
+        self.may_change = not _is_installed(getattr(owner, "__module__", None) or getattr(owner, "__name__", ""))
+
+    def items(self) -> list[tuple[Any, Any]]:
+        space = vars(self.owner)
+        return [(self.key, space[self.key])] if self.key in space else []
+
+    def parts(self) -> Iterable[Any]:
+        return [vars(self.owner).get(self.key, _MISSING)]
+
+    def put(self, key: Any, value: Any) -> None:
+        setattr(self.owner, key, value)
+
+    def drop(self, key: Any) -> None:
+        delattr(self.owner, key)
+
+    def name_of(self, key: Any) -> str:
+        return self.name
+
+    def attribute_of(self, key: Any) -> str:
+        return self.name
+
+
+class CellPlace(Place):
+    """A variable of a function around the one that uses it, fixed where no code seen sets it."""
+
+    kind = "cell"
+    may_change = False
+
+    def items(self) -> list[tuple[Any, Any]]:
+        try:
+            return [("", self.owner.cell_contents)]
+        except ValueError:  # not yet set
+            return []
+
+    def parts(self) -> Iterable[Any]:
+        return [value for _, value in self.items()]
+
+    def put(self, key: Any, value: Any) -> None:
+        self.owner.cell_contents = value
+
+    def name_of(self, key: Any) -> str:
+        return self.name
+
+    def attribute_of(self, key: Any) -> str:
+        return self.name
+
+
+class Change(NamedTuple):
+    """What a place holds under `key` now and held before; `content`: the same tensor or array, that holds else."""
+
+    place: Place
+    key: Any
+    before: Any
+    now: Any
+    content: bool = False
+
+
+class Watched:
+    """A place as it was when it was last looked at."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.look()
+
+    def look(self) -> None:
+        self.items = self.place.items()
+        self.parts = list(self.place.parts())
+        self.tensors = [(key, value) for key, value in self.items if isinstance(value, torch.Tensor)]
+        self.versions = [version(tensor) for _, tensor in self.tensors]
+        self.arrays = [(key, value, value.tobytes()) for key, value in self.items if _is_comparable(value)]
+
+    def is_touched(self) -> bool:
+        now = self.place.parts()
+        if not isinstance(now, list):
+            now = list(now)
+        if len(now) != len(self.parts) or not all(map(operator.is_, now, self.parts)):
+            return True
+        if self.tensors and [version(tensor) for _, tensor in self.tensors] != self.versions:
+            return True
+        return any(value.tobytes() != before for _, value, before in self.arrays)
+
+    def changes(self) -> list[Change]:
+        """What is other than it was; it is looked at anew."""
+        place, old, tensors = self.place, self.items, list(zip(self.tensors, self.versions, strict=True))
+        arrays = self.arrays
+        self.look()
+        now = {} if isinstance(place, SequencePlace) else dict(self.items)
+        found = [
+            Change(place, key, tensor, tensor, True)
+            for (key, tensor), before in tensors
+            if version(tensor) != before and now.get(key) is tensor
+        ]
+        found += [Change(place, key, value, value, True) for key, value, before in arrays if value.tobytes() != before]
+        if isinstance(place, SequencePlace):
+            was_list, list_now = [value for _, value in old], [value for _, value in self.items]
+            same = len(was_list) == len(list_now) and all(map(is_same, list_now, was_list))
+            touched = any(version(tensor) != before for (_, tensor), before in tensors)
+            return [] if same and not touched else [Change(place, _WHOLE, was_list, list_now)]
+        was = dict(old)
+        found += [
+            Change(place, key, was.get(key, GONE), value)
+            for key, value in now.items()
+            if key not in was or not is_same(value, was[key])
+        ]
+        return [*found, *(Change(place, key, value, GONE) for key, value in was.items() if key not in now)]
+
+
+class Reach:
+    """All places that a model's code reaches, by the id of what they are, in the same order on every rank.
+
+    `mask_of(path)`: the stages in which the code of the module at `path` may run, a bit each.
+    """
+
+    def __init__(self, model: nn.Module, mask_of: Callable[[str], int]) -> None:
+        self.places: dict[Any, Place] = {}
+        self._masks: dict[tuple[int, str], int] = {}
+        self._kept: list[Any] = []
+        paths: dict[int, list[str]] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            paths.setdefault(id(module), []).append(path)
+        self._paths = {id(module): path for path, module in model.named_modules()}
+        modules = list(model.named_modules())
+        for path, module in modules:
+            self.places[id(module)] = ModulePlace(module, path, "")
+            if module._buffers:
+                self.places[id(module._buffers)] = BufferPlace(module._buffers, path, "")
+        masks = [functools.reduce(int.__or__, map(mask_of, paths[id(module)])) for _, module in modules]
+        for mask, (_, module) in zip(masks, modules, strict=True):
+            self._module(module, mask, 0)
+        self.num_inside = len(self.places)
+        """The first places are the model's own; those after them are outside of it, where its code leads."""
+        for mask, (path, module) in zip(masks, modules, strict=True):
+            self._code_of(module, mask, path)
+
+    def enter(self, value: Any, place: Place, key: Any) -> None:
+        """Follow what has come into a place under `key`."""
+        self._value(value, place.name_of(key), place.attribute_of(key), place.mask, 0)
+
+    # -- values
+
+    def _module(self, module: nn.Module, mask: int, depth: int) -> None:
+        place = self.places[id(module)]
+        if mask | place.mask == place.mask:
+            return
+        place.mask |= mask
+        if id(module._buffers) in self.places:
+            self.places[id(module._buffers)].mask |= mask
+        for key, value in place.items():
+            self._value(value, place.name_of(key), place.attribute_of(key), mask, depth)
+
+    def _value(self, value: Any, name: str, attribute: str, mask: int, depth: int) -> None:
+        if isinstance(value, (*PLAIN, torch.Tensor)) or depth > _MAX_DEPTH:
+            return
+        if isinstance(value, nn.Module):
+            if id(value) in self._paths:
+                self._module(value, mask, depth + 1)
+        elif isinstance(value, tuple):
+            for k, part in enumerate(value[:_MAX_ITEMS]):
+                self._value(part, f"{name}[{k}]", attribute, mask, depth + 1)
+        elif isinstance(value, dict):
+            self._enter(value, DictPlace, name, attribute, mask, depth)
+        elif isinstance(value, (list, deque, set)):
+            self._enter(value, SequencePlace, name, attribute, mask, depth)
+        elif isinstance(value, (FunctionType, MethodType, functools.partial)):
+            self._callable(value, name, mask, depth + 1)
+        elif is_python_class(type(value)) and not _is_foreign(type(value).__module__):  # type: ignore[arg-type]
+            self._enter(value, Place, name, attribute, mask, depth)
+            if not _is_installed(type(value).__module__):
+                self._class(type(value), mask, depth + 1)
+
+    def _enter(self, value: Any, kind: type[Place], name: str, attribute: str, mask: int, depth: int) -> None:
+        place = self.places.get(id(value))
+        if place is None:
+            place = self.places[id(value)] = kind(value, name, attribute)
+        if mask | place.mask == place.mask:
+            return
+        place.mask |= mask
+        for key, part in place.items()[:_MAX_ITEMS]:
+            inner = f"{name}[{key}]" if kind is SequencePlace else place.name_of(key)
+            self._value(part, inner, place.attribute_of(key), mask, depth + 1)
+
+    # -- code
+
+    def _code_of(self, module: nn.Module, mask: int, path: str) -> None:
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            for hook in hooks.values():
+                self._value(hook, f"{path}.hook", f"{path}.hook", mask, 0)
+        self._class(type(module), mask, 0, ("forward", "__call__"))
+
+    def _class(self, cls: type, mask: int, depth: int, start: tuple[str, ...] | None = None) -> None:
+        """The variables of a class, and its methods: all, or for installed ones those that `start` leads to by name."""
+        if _is_foreign(cls.__module__) or depth > _MAX_DEPTH:
+            return
+        bases = [base for base in cls.__mro__ if not _is_foreign(base.__module__)]
+        installed = _is_installed(cls.__module__) and start is not None
+        wanted = list(start or ()) if installed else [name for base in bases for name in vars(base)]
+        known = set(wanted)
+        while wanted:
+            name = wanted.pop()
+            for base in bases:
+                found = vars(base).get(name)
+                if found is None or not self._seen(base, name, mask):
+                    continue
+                functions = [*_functions_of(found)]
+                for function in functions:
+                    self._callable(function, f"{base.__qualname__}.{name}", mask, depth + 1)
+                    if installed:
+                        more = [one for one in names_in(function.__code__)[0] if one not in known]
+                        known.update(more)
+                        wanted += more
+                if not functions and not name.startswith("__") and not isinstance(found, type):
+                    self._name(base, f"{base.__module__}.{base.__qualname__}", name, False, mask, depth)
+
+    def _seen(self, owner: Any, name: str, mask: int) -> bool:
+        """Whether these stages have come here for the first time."""
+        before = self._masks.get((id(owner), name), 0)
+        self._masks[id(owner), name] = before | mask
+        return before | mask != before
+
+    def _name(self, owner: Any, where: str, key: str, is_set: bool, mask: int, depth: int) -> None:
+        """A name of a Python module or class that code of these stages reads or sets."""
+        place = self.places.setdefault((id(owner), key), NamePlace(owner, where, key))
+        place.may_change = place.may_change or is_set
+        if mask | place.mask == place.mask:
+            return
+        place.mask |= mask
+        for _, value in place.items():
+            self._value(value, place.name, place.name, mask, depth + 1)
+
+    def _callable(self, value: Any, name: str, mask: int, depth: int) -> None:
+        if depth > _MAX_DEPTH:
+            return
+        if isinstance(value, functools.partial):
+            for part in (value.func, *value.args, *value.keywords.values()):
+                self._value(part, name, name, mask, depth + 1)
+            return
+        if isinstance(value, MethodType):
+            self._value(value.__self__, name, name, mask, depth + 1)
+            value = value.__func__
+        if isinstance(value, FunctionType) and not _is_foreign(value.__module__ or ""):
+            self._function(value, mask, depth)
+
+    def _function(self, function: FunctionType, mask: int, depth: int) -> None:
+        if not self._seen(function, "", mask):
+            return
+        self._kept.append(function)
+        where = f"{function.__module__}.{function.__qualname__}"
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+            self._cell(cell, f"{where}.{name}", name in names_in(function.__code__)[1], mask, depth)
+        for k, default in enumerate((*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())):
+            self._value(default, f"{where} default {k}", f"{where} default {k}", mask, depth + 1)
+        if vars(function):
+            for key, value in vars(function).items():
+                if key != "__wrapped__":
+                    self._value(value, f"{where}.{key}", f"{where}.{key}", mask, depth + 1)
+        loaded, stored = names_in(function.__code__)
+        space = function.__globals__
+        module = sys.modules.get(space.get("__name__", ""))
+        if module is None or vars(module) is not space:
+            module = _Space(space)  # type: ignore[assignment]
+        for name in loaded:
+            value = space.get(name, _MISSING)
+            if value is _MISSING and name not in stored:
+                continue
+            if isinstance(value, ModuleType):
+                self._attributes_of_module(value, loaded, mask, depth)
+            elif isinstance(value, type):
+                if not _is_installed(value.__module__):
+                    self._class(value, mask, depth + 1)
+            elif isinstance(value, (FunctionType, functools.partial, MethodType)) or hasattr(value, "__wrapped__"):
+                self._callable(getattr(value, "__wrapped__", value), name, mask, depth + 1)
+                if name in stored:
+                    self._name(module, space.get("__name__", ""), name, True, mask, depth)
+            elif not name.startswith("__"):
+                self._name(module, space.get("__name__", ""), name, name in stored, mask, depth)
+
+    def _attributes_of_module(self, module: ModuleType, names: tuple[str, ...], mask: int, depth: int) -> None:
+        """What is read of another Python module of the user's, as in `settings.RATE`."""
+        if _is_installed(module.__name__):
+            return
+        for name in names:
+            value = vars(module).get(name, _MISSING)
+            if isinstance(value, FunctionType):
+                self._callable(value, name, mask, depth + 1)
+            elif value is not _MISSING and not isinstance(value, (type, ModuleType)):
+                self._name(module, module.__name__, name, False, mask, depth)
+
+    def _cell(self, cell: CellType, name: str, is_set: bool, mask: int, depth: int) -> None:
+        try:
+            if isinstance(cell.cell_contents, type):  # __class__, for super()
+                return
+        except ValueError:
+            pass
+        self._enter(cell, CellPlace, name, name, mask, depth)
+        place = self.places[id(cell)]
+        place.may_change = place.may_change or is_set
+
+
+class _Space:
+    """The globals of functions whose module is gone, or was never imported."""
+
+    def __init__(self, space: dict[str, Any]) -> None:
+        self.__dict__ = space
+
+
+def _is_comparable(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype != object and value.nbytes <= 1 << 16
+
+
+def _functions_of(found: Any) -> Iterator[FunctionType]:
+    """The functions behind an entry of a class."""
+    if isinstance(found, (staticmethod, classmethod)):
+        found = found.__func__
+    for one in (found.fget, found.fset) if isinstance(found, property) else (getattr(found, "func", found),):
+        if isinstance(one, FunctionType):
+            yield one
+
+
+@functools.cache
+def names_in(code: CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
+    """Global and attribute names that code and functions inside of it use; globals and outer names that they set."""
+    loaded, stored = dict.fromkeys(code.co_names), set()
+    if not _STORES.isdisjoint(code.co_code[::2]):
+        stored = {one.argval for one in dis.get_instructions(code) if one.opcode in _STORES}
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            inner, inner_stored = names_in(constant)
+            loaded |= dict.fromkeys(inner)
+            stored |= inner_stored
+    return tuple(loaded), frozenset(stored)
+
+
+def _is_foreign(module: str) -> bool:
+    """Whether code is torch's, NumPy's or Python's own, whose state is theirs to keep."""
+    return module.partition(".")[0] in _FOREIGN
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_installed(module: str) -> bool:
+    """Whether code is a library's, of which only what a forward leads to is looked at."""
+    if _is_foreign(module):
+        return True
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return any(file.startswith(sysconfig.get_paths()[name]) for name in ("purelib", "platlib"))

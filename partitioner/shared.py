@@ -1,0 +1,245 @@
+"""Keep plain Python state that several stages reach the same for all of them, or refuse a change that cannot be.
+
+On one device a layer that sets an attribute is seen by all code after it, in this forward and the next. On ranks:
+
+    a layer sets what a later stage reaches        the change travels in the log, and is made there at that call
+    code between layers sets it                    later stages run that code too
+    anything sets what an earlier stage reaches    an error: that stage may have begun the next micro-batch already
+
+Looked at are the places that `reaching` finds for more than one stage, and attributes that the captured forward read on
+more than one. A change that capture saw is no matter here: no cut was allowed between it and its readers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from partitioner.errors import UnsupportedModelError
+from partitioner.logbook import Arguments, Decoder, Encoder, Made, is_sendable, pickled, withheld_in
+from partitioner.profiles import Attribute, Buffer
+from partitioner.reaching import GONE, BufferPlace, Change, Place, Reach, SequencePlace, Watched
+from partitioner.structures import tensors_in
+
+
+class SharedState:
+    """What the stage `stage` of `model` has in common with others, in plain Python."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[str],
+        attributes: Sequence[Attribute],
+        buffers: Sequence[Buffer],
+        stage_of: Mapping[str, int],
+        stage: int,
+        device: torch.device | None,
+    ) -> None:
+        self._stage, self._device = stage, device
+        self._reach = Reach(model, Masks(layers, stage_of).of)
+        self._readers = {
+            one.name: _bits(stage_of[one.first], stage_of[one.last]) for one in attributes if one.first and one.last
+        }
+        self._ours = {one.name for one in attributes if any(stage_of[layer] == stage for layer in one.writers)}
+        """Attributes that this stage changes in every forward, as captured."""
+        self._buffers = {
+            name: _bits(*(stage_of[layer] for layer in one.layers)) for one in buffers for name in one.names
+        }
+        self._modules = dict(model.named_modules())
+        for name, mask in self._readers.items():
+            module = self._modules.get(name.rpartition(".")[0])
+            if module is not None:
+                self._reach.places[id(module)].mask |= mask
+        for place in self._reach.places.values():
+            place.mask |= self._readers.get(place.attribute, 0)
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        self._own, self._own_names = tensors, {id(tensor): name for name, tensor in tensors.items()}
+        self._objects = [place.owner for place in self._reach.places.values()]
+        """The same on every rank, and in the same order; what is sent refers to them by number."""
+        self.is_moving = False
+        """Whether something has ever changed in this stage's own part: then code between layers is told from layers."""
+        self._watched: list[Watched] = []
+        self._by_label: dict[tuple[str, str], Place] = {}
+        self._num_known = 0
+        self._watch_new()
+
+    def mark(self) -> None:
+        """What changed until now is as it should be."""
+        with torch._C.DisableTorchFunction():
+            for watched in self._watched:
+                if watched.is_touched():
+                    self._follow(watched.changes())
+
+    def changes(self, who: str) -> list[Change]:
+        """What has changed since the last look, by `who`, as far as later stages reach it.
+
+        UnsupportedModelError where an earlier stage does.
+        """
+        found: list[Change] = []
+        with torch._C.DisableTorchFunction():
+            for watched in self._watched:
+                if watched.is_touched():
+                    found += watched.changes()
+            self._follow(found)
+        sent = []
+        self.is_moving = self.is_moving or bool(found)
+        for change in found:
+            readers = self._readers_of(change)
+            earlier = readers & ((1 << self._stage) - 1)
+            if earlier:
+                raise UnsupportedModelError(self._refusal(change, who, (earlier & -earlier).bit_length() - 1))
+            if readers >> (self._stage + 1):
+                sent.append(change)
+        return sent
+
+    def encoded(self, changes: Sequence[Change], who: str) -> tuple[Any, ...]:
+        """Changes as plain data, for the log."""
+        return tuple(self._encoded(change, who) for change in changes)
+
+    def apply(self, codes: Sequence[Any]) -> None:
+        """Make the changes that an earlier stage's log tells of."""
+        for kind, name, key, content, code, tensors in codes:
+            place = self._by_label.get((kind, name))
+            if place is None:
+                raise UnsupportedModelError(
+                    f"an earlier stage changed {name!r}, and stage {self._stage} has nothing of that name: what "
+                    f"modules keep differs between ranks"
+                )
+            if code is None:
+                place.drop(key)
+                continue
+
+            def make(k: int, made: Made, tensors: Any = tensors) -> torch.Tensor:
+                values = (
+                    torch.frombuffer(bytearray(tensors[k]), dtype=getattr(torch, made.dtype))
+                    if tensors[k]
+                    else (torch.empty(0, dtype=getattr(torch, made.dtype)))
+                )
+                return values.reshape(made.shape).to(self._device or made.device)
+
+            held: Any = list(place.parts()) if isinstance(place, SequencePlace) else dict(place.items()).get(key, GONE)
+            if not content and held is not GONE and pickled(self._code_of(held)) == pickled((code, tensors)):
+                continue  # code before the layer has made the same change here
+            value = Decoder(self._given(), self._own, make)(code)
+            if content:
+                with torch.no_grad():
+                    held.copy_(value) if isinstance(held, torch.Tensor) else np.copyto(held, value)
+            else:
+                place.put(key, value)
+        self.mark()
+
+    # -- inside
+
+    def _given(self) -> Arguments:
+        given = Arguments((), {})
+        given.objects = [*self._objects]
+        return given
+
+    def _code_of(self, value: Any) -> Any:
+        encoder = Encoder(self._given(), self._own_names)
+        code = encoder(value)
+        return code, tuple(_bytes_of(tensor) for tensor in encoder.tensors if is_sendable(tensor))
+
+    def _encoded(self, change: Change, who: str) -> tuple[Any, ...]:
+        place, key = change.place, change.key
+        label = (place.kind, place.name, key, change.content)
+        if change.now is GONE:
+            return (*label, None, ())
+        encoder = Encoder(self._given(), {} if change.content else self._own_names)
+        code = encoder(change.now)
+        problem = withheld_in(code)
+        for tensor in encoder.tensors:
+            if tensor.requires_grad:
+                problem = "tensor with a gradient"
+            elif not is_sendable(tensor):
+                problem = "tensor of a special kind"
+        if problem:
+            raise UnsupportedModelError(
+                f"{who} of stage {self._stage} puts a {problem} into {place.name_of(key)!r}, which later stages reach "
+                f"and which cannot be sent to them so; the captured forward did not. Pin the layers that use it to one "
+                f"stage (pin={{layer: stage}})"
+            )
+        return (*label, code, tuple(map(_bytes_of, encoder.tensors)))
+
+    def _readers_of(self, change: Change) -> int:
+        name = change.place.attribute_of(change.key)
+        if name in self._ours:
+            return 0
+        if isinstance(change.place, BufferPlace) and name in self._buffers:
+            return self._buffers[name]
+        return self._readers.get(name, change.place.mask)
+
+    def _follow(self, changes: Sequence[Change]) -> None:
+        """Look from now on at what came into places too."""
+        for place, key, _, now, content in changes:
+            if not content:
+                self._reach.enter(now, place, key)
+        if changes:
+            self._watch_new()
+
+    def _watch_new(self) -> None:
+        places = list(self._reach.places.values())
+        for place in places[self._num_known :]:
+            self._by_label.setdefault((place.kind, place.name), place)
+            if place.may_change and place.mask & (place.mask - 1):
+                self._watched.append(Watched(place))
+        self._num_known = len(places)
+
+    def _refusal(self, change: Change, who: str, reader: int) -> str:
+        name = change.place.name_of(change.key)
+        how = "" if change.content else f" from {_short(change.before)} to {_short(change.now)}"
+        return (
+            f"{who} of stage {self._stage} changes {name!r}{how}, which stage {reader} reaches too and would not learn "
+            f"of before its next micro-batch; the captured forward did not change it there. Pin the layers that use it "
+            f"to one stage (pin={{layer: stage}}), change it in every forward so that capture sees it, or use replicas "
+            f"only (mesh={{'dp': n}})"
+        )
+
+
+class Masks:
+    """Stages in which the code of modules may run, as bits."""
+
+    def __init__(self, layers: Sequence[str], stage_of: Mapping[str, int]) -> None:
+        self._all = (1 << (max(stage_of.values()) + 1)) - 1
+        self._layers: dict[str, int] = {}
+        self._around: dict[str, int] = {"": self._all}
+        before = 0
+        for name in layers:
+            path, stage = name.partition("#")[0], stage_of[name]
+            self._layers[path] = self._layers.get(path, 0) | 1 << stage
+            for k, letter in enumerate(path):
+                if letter == ".":  # the code of a module around it may begin on the stage of the layer before
+                    self._around[path[:k]] = self._around.get(path[:k], 1 << before) | 1 << stage
+            before = stage
+
+    def of(self, path: str) -> int:
+        """Those of the module at `path`; all where it was not called."""
+        found = self._layers.get(path, 0) | self._around.get(path, 0)
+        above = path
+        while not found and above:
+            above = above.rpartition(".")[0]
+            found = self._layers.get(above, 0)
+        return found or self._all
+
+
+def _bits(*stages: int) -> int:
+    found = 0
+    for stage in stages:
+        found |= 1 << stage
+    return found
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    plain = tensor.detach().cpu().contiguous().reshape(-1)
+    return plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, torch.Tensor) or tensors_in(value):
+        return f"a {type(value).__name__}" if not isinstance(value, torch.Tensor) else "a tensor"
+    text = repr(value) if value is not GONE else "nothing"
+    return text if len(text) <= 60 else f"{text[:57]}..."

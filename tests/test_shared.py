@@ -1,0 +1,80 @@
+"""Python state that changes late reaches the stages that read it, or is refused with its name."""
+
+from __future__ import annotations
+
+import pytest
+from odd_late_models import IN_THE_PROCESS, LATE, LATE_CALLS, marked, reset
+from plans import plan_of
+from rank_pool import RankPool, RanksFailed
+from side_by_side import difference, possible_cuts, run_cut, run_whole, split, stage_models
+
+from partitioner.capture import capture
+from partitioner.errors import UnsupportedModelError
+from partitioner.executor import materialize
+from partitioner.plan import Plan
+
+IN_PROCESS = [
+    name
+    for name in LATE
+    if not name.startswith(tuple(IN_THE_PROCESS))
+    and (name.endswith("data") or name.startswith(("float_", "dict_key_", "glue_", "parents_buffer_")))
+]
+"""After some steps it is the same code that sees the change, whatever is changed."""
+
+
+def ran(name: str) -> tuple[str, float]:
+    """What an error said, and else the worst difference from the uncut model over all steps; cut in the middle."""
+    reset()
+    build = LATE[name]
+    captured = capture(build().model, build().args, max_share=0.0)
+    places = possible_cuts(captured)
+    stage_of = split(captured, [places[len(places) // 2]])
+    whole, models = build().model, stage_models(build().model, captured, stage_of, lambda: build().model)
+    worst = 0.0
+    for step in range(4 if name.endswith("data") else LATE_CALLS + 2):
+        case = build() if not name.endswith("data") or step != 1 else marked(build())
+        expected = run_whole(case, seed=step, model=whole)
+        try:
+            found = run_cut(case, captured, stage_of, seed=step, models=models)
+        except UnsupportedModelError as error:
+            return str(error), worst
+        worst = max(worst, difference(expected, found)[0])
+    return "", worst
+
+
+@pytest.mark.parametrize("name", [name for name in IN_PROCESS if "_forth_" in name])
+def test_a_late_change_reaches_later_stages(name: str) -> None:
+    problem, worst = ran(name)
+    assert not problem
+    assert worst < 1e-6
+
+
+@pytest.mark.parametrize("name", [name for name in IN_PROCESS if "_back_" in name])
+def test_a_late_change_that_an_earlier_stage_reads_is_refused_before_it_makes_another_number(name: str) -> None:
+    problem, worst = ran(name)
+    assert "of stage 1 changes" in problem, (problem, worst)
+    assert "stage 0 reaches too" in problem
+    assert worst < 1e-6
+
+
+def losses_on_a_rank(plan: Plan, name: str) -> list[float]:
+    reset()
+    case = LATE[name]()
+    with materialize(plan, case.model, loss_fn=case.loss_fn) as stage:
+        batches = [case.args if step != 1 else marked(case).args for step in range(4)]
+        return [float(stage.train_step(batch)) for batch in batches]
+
+
+@pytest.mark.parametrize("name", [name for name in LATE if name.startswith(tuple(IN_THE_PROCESS)) and "data" in name])
+def test_what_is_kept_outside_of_the_model_is_looked_after_on_ranks(ranks: RankPool, name: str) -> None:
+    reset()
+    case = LATE[name]()
+    plan = plan_of(case.model, case.args, microbatches=1, batch_size=4)
+    if "_back_" in name:
+        with pytest.raises(RanksFailed, match=r"of stage 1 changes .* stage 0 reaches too"):
+            ranks.run(2, losses_on_a_rank, plan, name)
+        return
+    expected = [float(run_whole(case if k != 1 else marked(case), model=case.model).loss) for k in range(4)]
+    reset()
+    for found in ranks.run(2, losses_on_a_rank, plan, name):
+        assert found == pytest.approx(expected, rel=1e-6)
