@@ -84,17 +84,18 @@ def room_bytes(device: Device, limit_bytes: int, *axes: int) -> int:
     Negative where the overhead alone is over it.
     """
     free = limit_bytes - overhead_bytes(device, *axes)
-    return free if not device.slack else math.floor(free / (1 + device.slack)) - _ROUNDING
+    room = math.floor(free / (1 + device.slack))
+    return room + (room + 1 + _slack_bytes(device, room + 1) <= free)  # a division may come out just below
 
 
-_ROUNDING = 8
-"""Slack is rounded up for every stage of a rank."""
+def _slack_bytes(device: Device, num_bytes: int) -> int:
+    return int(device.slack * num_bytes)
 
 
 def on_device(items: Mapping[str, Any], device: Device, overhead: int) -> MemoryItems:
     """The items rounded up, with what the device adds to them: overhead as `overhead_bytes` has it, and slack."""
     whole = {name: math.ceil(value) for name, value in items.items()}
-    return MemoryItems(**whole, overhead=overhead, slack=math.ceil(device.slack * sum(whole.values())))
+    return MemoryItems(**whole, overhead=overhead, slack=_slack_bytes(device, sum(whole.values())))
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ class Prediction(Frozen):
 
 
 class Alternative(Frozen):
-    """A plan that was simulated and lost."""
+    """A plan that was simulated and not chosen."""
 
     mesh: dict[str, int]
     schedule: ScheduleName
@@ -129,6 +129,10 @@ class Alternative(Frozen):
     stage_sizes: tuple[int, ...]
     step_s: Seconds | None
     """step + optimizer; None: it does not fit."""
+    devices: tuple[tuple[int, ...], ...] = ()
+    """By stage, of the cluster, one a replica; () where a file of version 1 does not say."""
+    recompute: tuple[bool, ...] = ()
+    """By stage; () as above."""
     reason: str = ""
 
 

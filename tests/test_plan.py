@@ -87,6 +87,31 @@ def test_a_plan_that_loses_layers_or_ranks_cannot_be_made(changes: dict[str, Any
         given_plan(**changes)
 
 
+def test_a_file_from_before_plans_had_devices_has_rank_i_on_device_i(tmp_path: Path) -> None:
+    plan = given_plan()
+    fields = json.loads(plan.model_dump_json()) | {"version": 1}
+    del fields["devices"]
+    (tmp_path / "plan.json").write_text(json.dumps(fields))
+    assert load(tmp_path / "plan.json") == plan
+    assert plan.devices == (0, 1)
+
+
+def test_ranks_sit_on_the_devices_that_the_plan_names(tmp_path: Path) -> None:
+    nodes = {"nodes": (0, 0, 1, 1)}
+    plan = given_plan(cluster=given_cluster(4).model_copy(update=nodes), devices=(1, 3))
+    plan.save(tmp_path / "plan.json")
+    plan = load(tmp_path / "plan.json")
+    assert plan.stage_devices == ((1,), (3,))
+    assert [plan.node_of(rank) for rank in range(2)] == [0, 1]
+    assert [plan.index_in_node(rank) for rank in range(2)] == [1, 1]
+
+
+@pytest.mark.parametrize("devices", [(0, 0), (0, 2), (0,), (1, 0, 2), (-1, 0)])
+def test_every_rank_needs_a_device_of_its_own(devices: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="are not one of 0 to 1 for each of the ranks 0 to 1"):
+        given_plan(cluster=given_cluster(2), devices=devices)
+
+
 def test_a_layer_is_on_the_stage_that_lists_it() -> None:
     assert given_plan().stage_of() == {"block.0": 0, "block.1": 0, "block.2": 0, "block.3": 1}
 

@@ -579,7 +579,8 @@ def test_plans_lose_no_layer_keep_to_the_memory_and_are_no_worse_than_the_equal_
         in_flight(plan.schedule, k, plan.num_stages, plan.num_microbatches) for k in range(plan.num_stages)
     ]
     assert plan.lower_bound_s <= total_s(plan)
-    assert all(other.step_s is None or other.step_s >= total_s(plan) * (1 - 1e-9) for other in plan.runners_up)
+    as_many = [other for other in plan.runners_up if other.mesh["pp"] * other.mesh["dp"] == plan.num_ranks]
+    assert all(other.step_s is None or other.step_s >= total_s(plan) * (1 - 1e-9) for other in as_many)
     assert solve(graph.profile, there, training) == plan
     cuts = [round(n * s / plan.num_stages) for s in range(1, plan.num_stages)]
     if set(cuts) <= set(graph.allowed_cuts):

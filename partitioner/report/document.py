@@ -213,7 +213,10 @@ def _layers(plan: Plan) -> str:
 def _runners_up(plan: Plan) -> str:
     if not plan.runners_up:
         return "<p>No other plan was simulated for this request.</p>"
-    why = [other.reason or why_slower(plan, other) for other in plan.runners_up[:5]]
+    why = []
+    for other in plan.runners_up[:5]:
+        slower = "" if other.reason and other.step_s is None else why_slower(plan, other)
+        why.append(": ".join(filter(None, (other.reason, slower))))
     return block_html(plan_parts.runners_up(plan, why))
 
 
@@ -223,11 +226,11 @@ def why_slower(plan: Plan, other: Alternative) -> str:
     total_s = ours.step_s + ours.optimizer_s
     if other.step_s is None:
         return "does not fit"
-    slower = f"{percent(other.step_s / total_s - 1)} slower"
+    slower = f"{percent(abs(other.step_s / total_s - 1))} {'faster' if other.step_s < total_s else 'slower'}"
     cuts = [sum(other.stage_sizes[: k + 1]) for k in range(len(other.stage_sizes) - 1)]
     theirs = next((one for one in _simulated(plan, other, cuts) if _takes(one, other.step_s)), None)
     if theirs is None:
-        return slower  # it ran on other ranks, or recomputed some stages: this file does not say which
+        return slower  # a file of version 1 does not say on which devices it ran, and what it recomputed
     names = type(ours.lost).model_fields
     more_s = {name: getattr(theirs.lost, name) * other.step_s - getattr(ours.lost, name) * total_s for name in names}
     worst = max(more_s, key=lambda name: more_s[name])
@@ -237,8 +240,9 @@ def why_slower(plan: Plan, other: Alternative) -> str:
 
 
 def _simulated(plan: Plan, other: Alternative, cuts: Sequence[int]) -> Iterator[Prediction]:
-    """The alternative's step, without recomputation and with it."""
-    for recompute in (False, True):
+    """The alternative's step; where it does not say what it recomputes, without recomputation and with it."""
+    num_stages = len(other.stage_sizes)
+    for recompute in (other.recompute,) if other.recompute else ((False,) * num_stages, (True,) * num_stages):
         yield predict(
             CostGraph(plan.profile),
             plan.cluster,
@@ -247,7 +251,8 @@ def _simulated(plan: Plan, other: Alternative, cuts: Sequence[int]) -> Iterator[
             schedule=other.schedule,
             num_microbatches=other.num_microbatches,
             cuts=cuts,
-            recompute=[recompute] * len(other.stage_sizes),
+            devices=other.devices or None,
+            recompute=recompute,
         )
 
 

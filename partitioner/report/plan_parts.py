@@ -7,7 +7,7 @@ from itertools import groupby
 
 from partitioner.errors import ArgumentError
 from partitioner.memory import memory_limit
-from partitioner.plan import MemoryItems, Plan, StagePrediction
+from partitioner.plan import Alternative, MemoryItems, Plan, StagePrediction
 from partitioner.report.blocks import Bar, Drawing, Facts, Page, Part, Prose, Table
 from partitioner.report.gantt_svg import gantt_svg, kinds_in
 from partitioner.report.losses import verdict, waterfall
@@ -128,7 +128,7 @@ def stage_row(plan: Plan, k: int) -> tuple[str | Bar, ...]:
     return (
         str(stage.index) + (" (recompute)" if stage.recompute else ""),
         run(stage.layers),
-        _ranks(stage.ranks, [plan.node_of(rank) for rank in range(plan.num_ranks)]),
+        _ranks(plan, stage.ranks),
         seconds(predicted.forward_s),
         seconds(predicted.backward_s),
         format_bytes(predicted.send_bytes),
@@ -174,16 +174,18 @@ def busy_bar(predicted: StagePrediction, step_s: float) -> Bar:
     return Bar((Part("work", 0.0, work), Part("waits", work, work + waits)), said)
 
 
-def _ranks(ranks: Sequence[int], nodes: Sequence[int]) -> str:
-    """Ranks, and where there are several nodes, which of them sit on which.
-
-    >>> _ranks((0, 2, 3), (0, 0, 0, 0)), _ranks((0, 2, 3), (0, 0, 1, 1))
-    ('0, 2-3', '0 on node 0, 2-3 on node 1')
-    """
-    if len(set(nodes)) == 1:
-        return numbers(ranks)
-    groups = groupby(ranks, key=lambda rank: nodes[rank])
-    return ", ".join(f"{numbers(group)} on node {node}" for node, group in groups)
+def _ranks(plan: Plan, ranks: Sequence[int]) -> str:
+    """Ranks; which devices they sit on, where that is not the one of their number; and of which nodes, if several."""
+    shifted = any(rank != device for rank, device in enumerate(plan.devices))
+    several = len(set(plan.cluster.nodes)) > 1
+    said = []
+    for node, group in groupby(ranks, key=plan.node_of):
+        some = list(group)
+        where = f" on device {numbers([plan.devices[rank] for rank in some])}" if shifted else ""
+        if several:
+            where += f" of node {node}" if shifted else f" on node {node}"
+        said.append(numbers(some) + where)
+    return ", ".join(said)
 
 
 def memory(plan: Plan) -> Table:
@@ -209,20 +211,34 @@ def memory_bar(items: MemoryItems, limit: int) -> Bar:
 
 
 def runners_up(plan: Plan, why: Sequence[str] = ()) -> Table:
-    """What was simulated and lost. `why`: of each of them, instead of what the plan says about it."""
+    """What was simulated and not chosen. `why`: of each of them, instead of what the plan says about it."""
     total_s = plan.prediction.step_s + plan.prediction.optimizer_s
     rows = []
     for k, other in enumerate(plan.runners_up[:5]):
-        slower = f"{percent(other.step_s / total_s - 1)} slower" if other.step_s is not None and total_s else "-"
+        slower = _distance(other.step_s / total_s - 1) if other.step_s is not None and total_s else ""
         rows.append(
             (
                 mesh(other.mesh),
                 other.schedule,
                 str(other.num_microbatches),
-                "+".join(map(str, other.stage_sizes)),
+                "+".join(map(str, other.stage_sizes)) + _recomputed(other),
                 "does not fit" if other.step_s is None else seconds(other.step_s),
-                why[k] if k < len(why) else other.reason or slower,
+                why[k] if k < len(why) else ": ".join(filter(None, (other.reason, slower))) or "-",
             )
         )
     headers = ("runner-up", "schedule", "micro-batches", "layers", "step + optimizer", "why not")
-    return Table(headers, tuple(rows), wide=("layers", "why not"), caption="Plans that were simulated and lost")
+    return Table(headers, tuple(rows), wide=("layers", "why not"), caption="Plans that were simulated and not chosen")
+
+
+def _recomputed(other: Alternative) -> str:
+    again = [str(stage) for stage, on in enumerate(other.recompute) if on]
+    which = "all" if len(again) == len(other.recompute) else f"stage {', '.join(again)}"
+    return f" ({which} recomputed)" if again else ""
+
+
+def _distance(share: float) -> str:
+    """
+    >>> _distance(0.051), _distance(-0.2)
+    ('5.1 % slower', '20.0 % faster')
+    """
+    return f"{percent(abs(share))} {'slower' if share >= 0 else 'faster'}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from partitioner.costs import single_device
 from partitioner.errors import InfeasibleError
 from partitioner.graph import CostGraph
@@ -11,13 +13,17 @@ from partitioner.progress import Progress, shown
 from partitioner.simulator import predict
 from partitioner.solver.explain import reasons
 from partitioner.solver.inference import solve_inference
-from partitioner.solver.problem import Found
+from partitioner.solver.problem import CLOSE, Found
 from partitioner.solver.search import Searched, search, worth_searching
-from partitioner.solver.settings import check_request, numbered
+from partitioner.solver.settings import check_request, divisors, mesh_levels, numbered
 from partitioner.solver.shortage import shortage
 from partitioner.specs import EXECUTED, Cluster, Training
 
 MOST_RUNNERS_UP = 5
+FASTER = 1e-3
+"""Relative; by how much a plan on fewer devices must be faster to be named."""
+FEWER = 16
+"""Devices, up to which all smaller numbers of them are tried beside a plan; of more, halves, quarters and so on."""
 
 
 def solve(profile: Profile, cluster: Cluster, training: Training, *, progress: bool | Progress | None = None) -> Plan:
@@ -25,7 +31,8 @@ def solve(profile: Profile, cluster: Cluster, training: Training, *, progress: b
 
     Searched are all meshes that use as many devices as the layers and the batch allow, every micro-batch count that
     divides a replica's samples, every schedule that is built, and all cuts; what `training` fixes is kept.
-    `lower_bound_s` holds for that space, so `gap` says how far from the best the plan can be at most. The same
+    `lower_bound_s` holds for that space on any devices of the cluster, as many as the plan uses, so `gap` says how far
+    from the best of these the plan can be at most; where fewer devices would be faster, `why` says so. The same
     arguments give the same plan. With objective "throughput" or "latency" it is a plan for forward passes alone:
     `solve_inference` says what its figures mean.
 
@@ -49,6 +56,7 @@ def _plan(graph: CostGraph, cluster: Cluster, training: Training, searched: Sear
     best = searched.found[0]
     setting = best.setting
     free = _unpinned(graph, cluster, training)
+    fewer = _with_fewer_devices(graph, cluster, training, best)
     recompute = best.recompute
     baseline = single_device(graph, cluster, training)
     prediction = predict(
@@ -81,8 +89,8 @@ def _plan(graph: CostGraph, cluster: Cluster, training: Training, searched: Sear
         devices=tuple(rank_of),
         prediction=prediction,
         lower_bound_s=min(searched.lower_bound_s, prediction.step_s + prediction.optimizer_s),
-        runners_up=_runners_up(graph, searched, free),
-        why=reasons(best, prediction, searched, free),
+        runners_up=_runners_up(searched, free, fewer),
+        why=reasons(best, prediction, searched, free, fewer),
         runnable=setting.schedule in EXECUTED,
     )
 
@@ -98,8 +106,30 @@ def _unpinned(graph: CostGraph, cluster: Cluster, training: Training) -> Found |
     return None
 
 
-def _runners_up(graph: CostGraph, searched: Searched, free: Found | None) -> tuple[Alternative, ...]:
-    """The best without pins, where there are any; then the best of each other mesh and schedule."""
+def _with_fewer_devices(graph: CostGraph, cluster: Cluster, training: Training, best: Found) -> Found | None:
+    """The best on fewer devices, where it is faster; None: none is."""
+    if training.mesh != "auto" and len(training.mesh) > 1:
+        return None  # the mesh says how many
+    used = best.setting.num_places * best.setting.num_replicas
+    counts = range(1, used) if used <= FEWER else [used >> k for k in range(1, used.bit_length())]
+    least_s = math.inf  # what one device of speed 1 needs for the batch at least
+    for count in divisors(training.batch_size):
+        costs = graph.at(training.batch_size // count)
+        least_s = min(least_s, count * float(costs.before_s[-1]))
+    speeds = sorted((device.relative_speed for device in cluster.devices), reverse=True)
+    meshes = [
+        mesh
+        for level in mesh_levels(graph, cluster, training)
+        for mesh in level
+        if mesh[0] * mesh[1] in counts and least_s / sum(speeds[: mesh[0] * mesh[1]]) < best.total_s * (1 - CLOSE)
+    ]
+    found = search(graph, cluster, training, meshes, below_s=best.total_s * (1 - FASTER)).found if meshes else ()
+    return found[0] if found else None
+
+
+def _runners_up(searched: Searched, free: Found | None, fewer: Found | None) -> tuple[Alternative, ...]:
+    """The best without pins, where there are any, and what is faster on fewer devices; then the best of each other mesh
+    and schedule."""
     seen, chosen = {searched.found[0].setting.kind}, []
     for found in searched.found[1:]:
         if found.setting.kind not in seen:
@@ -107,13 +137,18 @@ def _runners_up(graph: CostGraph, searched: Searched, free: Found | None) -> tup
             chosen.append((found, ""))
     if free is not None:
         chosen.insert(0, (free, "without the pinned layers"))
+    if fewer is not None:
+        count = fewer.setting.num_places * fewer.setting.num_replicas
+        chosen.insert(0, (fewer, f"on {count} device{'s' if count > 1 else ''} alone"))
     return tuple(
         Alternative(
             mesh=found.setting.mesh,
             schedule=found.setting.schedule,
             num_microbatches=found.setting.num_microbatches,
-            stage_sizes=tuple(last - first for first, last in graph.bounds(found.cuts)),
+            stage_sizes=tuple(last - first for first, last in found.problem.graph.bounds(found.cuts)),
             step_s=found.total_s,
+            devices=found.setting.devices_by_stage,
+            recompute=found.recompute,
             reason=reason,
         )
         for found, reason in chosen[:MOST_RUNNERS_UP]

@@ -21,16 +21,20 @@ MOST_TRIED = 2**14
 """Stages x micro-batches of what is tried only to be told."""
 
 
-def reasons(found: Found, prediction: Prediction, searched: Searched, free: Found | None) -> tuple[str, ...]:
-    """What binds first, then what else was given up, then assumptions. `free`: the best without pins."""
+def reasons(
+    found: Found, prediction: Prediction, searched: Searched, free: Found | None, fewer: Found | None
+) -> tuple[str, ...]:
+    """What binds first, then what else was given up, then assumptions. `free`: the best without pins; `fewer`: what is
+    faster on fewer devices."""
     return (
         *_binds(found, prediction),
         *_memory(found),
         *_recomputed(found),
         *_replicas(found, searched),
-        *_devices(found, prediction),
+        *_devices(found, prediction, fewer),
         *_pins(found, free),
         *_schedule(found),
+        *_unseen(found, searched),
         *_assumptions(found, prediction),
     )
 
@@ -71,14 +75,14 @@ def _losses(found: Found, prediction: Prediction) -> list[str]:
     if share < NOTICEABLE:
         return []
     text = f"{name} takes {100 * share:.1f} % of the devices' time"
-    cures = [*(_other_counts(found) if by_count else ()), *_doubled(found)]
+    cures = [*(_other_counts(found, filling=share == lost.fill_drain) if by_count else ()), *_doubled(found)]
     if not by_count:
         cures.insert(0, f"links that took no time would save {duration(lost.communication * found.total_s)} a step")
     return [f"{text}: {'; '.join(cures)}" if cures else text]
 
 
-def _other_counts(found: Found) -> list[str]:
-    """What the same stages would do with other numbers of micro-batches."""
+def _other_counts(found: Found, *, filling: bool) -> list[str]:
+    """What the same stages would do with other numbers of micro-batches. filling: more would shrink the loss itself."""
     setting, problem = found.setting, found.problem
     each = problem.training.batch_size // setting.num_replicas
     if setting.num_stages * each > MOST_TRIED or setting.schedule not in EXECUTED:
@@ -97,9 +101,12 @@ def _other_counts(found: Found) -> list[str]:
         return [f"{count} micro-batches instead of {setting.num_microbatches} would take {100 * -change:.1f} % less"]
     more = [other for other in totals if other > setting.num_microbatches]
     if not more:
-        return ["there are no more micro-batches to cut the batch into"] if setting.num_stages > 1 else []
+        if not filling:
+            return []
+        return ["more micro-batches would shrink it, but the batch cannot be cut into more"]
     longer = 100 * (totals[more[0]] / found.total_s - 1)
-    return [f"{more[0]} micro-batches would take {longer:.1f} % longer, as smaller ones cost more a sample"]
+    shrinks = "more micro-batches would shrink it, but " if filling else ""
+    return [f"{shrinks}{more[0]} micro-batches would take {longer:.1f} % longer, as smaller ones cost more a sample"]
 
 
 def _doubled(found: Found) -> list[str]:
@@ -175,9 +182,9 @@ def _replicas(found: Found, searched: Searched) -> list[str]:
     return ["whole-model replicas do not fit the memory of one device, so the model is cut into stages"]
 
 
-def _devices(found: Found, prediction: Prediction) -> list[str]:
+def _devices(found: Found, prediction: Prediction, fewer: Found | None) -> list[str]:
     graph, cluster, training = found.problem.graph, found.problem.cluster, found.problem.training
-    used, there = found.setting.num_stages * found.setting.num_replicas, cluster.num_devices
+    used, there = found.setting.num_places * found.setting.num_replicas, cluster.num_devices
     said = []
     if used < there:
         most = len(graph.allowed_cuts) + 1
@@ -185,12 +192,31 @@ def _devices(found: Found, prediction: Prediction) -> list[str]:
             f"{used} of {there} devices are used: with at most {most} stages, replicas that divide the batch of "
             f"{training.batch_size} and what the request fixes, no mesh uses more and fits"
         )
-    if prediction.speedup < 1:
+    if fewer is not None:
+        count = fewer.setting.num_places * fewer.setting.num_replicas
+        said.append(
+            f"{count} of these {used} devices would be faster: {duration(fewer.total_s)} instead of "
+            f"{duration(found.total_s)}, {100 * (1 - fewer.total_s / found.total_s):.1f} % less (pp "
+            f"{fewer.setting.num_places} x dp {fewer.setting.num_replicas}, {fewer.setting.schedule}, "
+            f"{fewer.setting.num_microbatches} micro-batches); ask for {count} to use no more"
+        )
+    elif prediction.speedup < 1:
         said.append(
             f"one device alone would take {duration(prediction.single_device_s)}, less than this plan: "
             "use fewer devices or a larger batch"
         )
     return said
+
+
+def _unseen(found: Found, searched: Searched) -> list[str]:
+    """What the lower bound stands for that was not solved."""
+    if searched.unseen is None or found.total_s <= searched.lower_bound_s * (1 + NOTICEABLE / 10):
+        return []
+    setting = searched.unseen.setting
+    if setting.devices:
+        what = f"{setting.num_microbatches} micro-batches on pp {setting.num_places} x dp {setting.num_replicas}"
+        return [f"{what}, too many actions a step, were not tried; the lower bound counts what they could reach"]
+    return ["not every choice and order of the devices was tried; the lower bound counts what any of them could reach"]
 
 
 def _pins(found: Found, free: Found | None) -> list[str]:

@@ -45,8 +45,11 @@ def search(
     training: Training,
     meshes: list[tuple[int, int]],
     tell: Progress = lambda what, share: None,
+    *,
+    below_s: float = math.inf,
 ) -> Searched:
     """The best split of every setting that could be the best of all, by lower bound: best first, until none is left.
+    below_s: what takes longer is not asked for, nor are bounds of what is not solved.
 
     A setting waits with its quick bound, comes back with its tight one, and is solved when that is the smallest of all;
     once the smallest bound is above the best time found, the rest cannot win.
@@ -62,10 +65,13 @@ def search(
             problem = Problem(graph, cluster, training, setting, possible, layout)
             if only_bounds:
                 others.append(problem)
-            else:
-                waiting.append(Waiting(problem.quick_s(), len(waiting), False, problem))
+            elif (quick_s := problem.quick_s()) < below_s:
+                waiting.append(Waiting(quick_s, len(waiting), False, problem))
     unfit: list[Setting] = []
-    found, lower_bound_s = _race(waiting, unfit, tell=tell)
+    found, lower_bound_s = _race(waiting, unfit, tell=tell, below_s=below_s)
+    if below_s < math.inf:
+        found = [one for one in found if one.total_s < below_s]
+        return Searched(tuple(sorted(found, key=Found.rank)), lower_bound_s, tuple(unfit))
     lower_bound_s, unseen = _with_others(others, lower_bound_s)
     rivals = _rivals(found, waiting)
     return Searched(tuple(sorted(found + rivals, key=Found.rank)), lower_bound_s, tuple(unfit), unseen)
@@ -140,18 +146,19 @@ def _race(
     *,
     thorough: bool = True,
     tell: Progress = lambda what, share: None,
+    below_s: float = math.inf,
 ) -> tuple[list[Found], float]:
     """Solve in the order of bounds; leaves in `waiting` what cannot win, and adds to `unfit` what does not fit."""
     heapq.heapify(waiting)
     found: list[Found] = []
     beaten: list[Waiting] = []
-    lower, best = math.inf, math.inf
+    lower, best = math.inf, below_s
     num_settings = len(waiting)
     while waiting and waiting[0].bound_s <= best * (1 + CLOSE):
         bound_s, number, is_tight, problem = heapq.heappop(waiting)
         open_still = 1 + sum(one.bound_s <= best for one in waiting)
         tell(f"solving, {open_still} of {num_settings} settings left", 1 - open_still / num_settings)
-        if bound_s >= best * (1 - problem.slack) and _no_simpler(problem, found):
+        if bound_s >= best * (1 - problem.slack) and (not found or _no_simpler(problem, found)):
             beaten.append(Waiting(bound_s, number, is_tight, problem))
         elif not is_tight:
             if problem.limits is None or not problem.limits.hopeless():
@@ -165,7 +172,7 @@ def _race(
             heapq.heappush(waiting, Waiting(bound_s, number, True, problem))
             if not found and promising and (one := problem.best(bound_s, thorough=False)) is not None:
                 found.append(one)  # something to measure the others' promises by
-                best = one.total_s
+                best = min(best, one.total_s)
         elif (one := problem.best(bound_s, thorough=thorough)) is None:
             unfit.append(problem.setting)
         else:
