@@ -16,7 +16,8 @@ step of numpy. A round is a column of the schedule's grid, so there are about as
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -29,11 +30,6 @@ from partitioner.errors import ArgumentError
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-
-EXACT = 1e-13
-"""Relative; rounding of a sum of seconds. Steady states that agree to it are the same."""
-MOST_PERIODS = 128
-"""Of the lists, up to which one period of a steady state is looked for."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +76,71 @@ class Replica(NamedTuple):
     transfers: tuple[Transfer, ...]
 
 
+class Way(NamedTuple):
+    """One way of a transfer: the stage that sends, the one that receives, what they run, and where it goes."""
+
+    source: int
+    target: int
+    kind: str
+    """F, or I for what comes back, of whole backwards too."""
+    seconds: float
+    wire: int
+    out: int
+    """The messages that an action sends are numbered from 0 on, and likewise those that it receives."""
+    into: int
+
+
+def ways_of(replica: Replica, rank_of: Sequence[int]) -> list[Way]:
+    """Both ways of all transfers. From one rank to another there is one wire."""
+    wires: dict[tuple[int, int], int] = {}
+    sent: Counter[tuple[int, str]] = Counter()
+    received: Counter[tuple[int, str]] = Counter()
+    ways = []
+    for one in replica.transfers:
+        for source, target, kind, seconds in (
+            (one.source, one.target, "F", one.forward_s),
+            (one.target, one.source, "I", one.backward_s),
+        ):
+            wire = wires.setdefault((rank_of[source], rank_of[target]), len(wires))
+            ways.append(Way(source, target, kind, seconds, wire, sent[source, kind], received[target, kind]))
+            sent[source, kind] += 1
+            received[target, kind] += 1
+    return ways
+
+
+def wires_bind(ways: Sequence[Way], least_s: Callable[[int, str], float]) -> bool:
+    """Whether a message can find its wire taken.
+
+    Not where none takes longer than any action that sends over the same wire (`least_s` of a stage and F or I), and no
+    action sends two over one: it has then arrived before the next is made.
+    """
+    on_wire: dict[int, list[Way]] = {}
+    for way in ways:
+        on_wire.setdefault(way.wire, []).append(way)
+    for some in on_wire.values():
+        longest = max(way.seconds for way in some)
+        twice = len({(way.source, way.kind) for way in some}) < len(some)
+        if longest > 0 and (twice or longest > min(least_s(way.source, way.kind) for way in some)):
+            return True
+    return False
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """What a step of one replica comes to, without its moments."""
+
+    rank_end_s: Floats
+    """[ranks] the end of each rank's last action."""
+    busy_s: Floats
+    """[stages] the seconds of all its actions."""
+    waited_s: Floats
+    """[stages] seconds for which a stage's rank waits for what the stage receives."""
+    finished: Ints
+    """[stages] a number each; of two stages of one rank, the smaller one is done first."""
+    walked: float
+    """Share of the step that was gone through; the rest is a steady state that was seen before."""
+
+
 @dataclass(frozen=True)
 class Clock:
     """One step of one replica. Arrays are by action that was walked, in the order of the walk."""
@@ -93,14 +154,11 @@ class Clock:
     """When the rank was done with what came before."""
     start_s: Floats
     end_s: Floats
-    times: Ints
-    """How many actions this one stands for: 1, or more where periods of a steady state were jumped over."""
     sent_s: Floats
-    """[actions, messages received]: when each was sent; -inf where there are fewer."""
+    """[actions, messages received]: when each was sent, or where nothing overlaps left; -inf where there are fewer."""
     arrived_s: Floats
     """Likewise when it had come in."""
     messages: tuple[Message, ...]
-    """Without those that were jumped over."""
     rank_end_s: Floats
     """[ranks] the end of each rank's last action."""
 
@@ -119,22 +177,30 @@ class Clock:
 
         Before a message was sent, its receiver is idle. Of several messages, the rank waits in the order of sending.
         """
-        order = np.argsort(self.sent_s, axis=1, kind="stable") if self.sent_s.shape[1] > 1 else None
-        waits, now = [], self.free_s
-        for d in range(self.sent_s.shape[1]):
-            at = np.full(len(now), d) if order is None else order[:, d]
-            rows = np.arange(len(now))
-            since = np.maximum(now, self.sent_s[rows, at])
-            now = np.maximum(since, self.arrived_s[rows, at])
-            waits.append((since, now))
-        return waits
+        return waits_of(self.free_s, self.sent_s, self.arrived_s)
 
-    def waited_s(self, num_stages: int) -> Floats:
-        """[stages] seconds for which a stage's rank waits for what the stage receives."""
-        seconds = np.zeros(num_stages)
+    @property
+    def step(self) -> StepTimes:
+        num_stages = 1 + int(self.stages.max())
+        busy_s, waited_s, last = np.zeros(num_stages), np.zeros(num_stages), np.zeros(num_stages, np.int64)
+        np.add.at(busy_s, self.stages, self.end_s - self.start_s)
         for since, until in self.waits:
-            np.add.at(seconds, self.stages, np.where(until > since, until - since, 0.0) * self.times)
-        return seconds
+            np.add.at(waited_s, self.stages, np.maximum(0.0, until - since))
+        np.maximum.at(last, self.stages, np.arange(len(self.stages)))
+        return StepTimes(self.rank_end_s, busy_s, waited_s, last, 1.0)
+
+
+def waits_of(free_s: Floats, sent_s: Floats, arrived_s: Floats) -> list[tuple[Floats, Floats]]:
+    """`Clock.waits` of actions whose rank was free then, with messages [actions, those received]."""
+    order = np.argsort(sent_s, axis=1, kind="stable") if sent_s.shape[1] > 1 else None
+    waits, now, rows = [], free_s, np.arange(len(free_s))
+    for d in range(sent_s.shape[1]):
+        at = d if order is None else order[:, d]
+        sent, arrived = (sent_s[:, d], arrived_s[:, d]) if order is None else (sent_s[rows, at], arrived_s[rows, at])
+        since = np.maximum(now, sent)
+        now = np.maximum(since, arrived)
+        waits.append((since, now))
+    return waits
 
 
 class Message(NamedTuple):
@@ -148,25 +214,15 @@ class Message(NamedTuple):
     arrived_s: Floats
 
 
-def run_clock(
-    table: Table, replica: Replica, *, overhead_s: float = 0.0, overlap: bool = True, jump: bool = False
-) -> Clock:
+def run_clock(table: Table, replica: Replica, *, overhead_s: float = 0.0, overlap: bool = True) -> Clock:
     """The times of every action and message. O(rounds x transfers a stage), each step over all ranks.
 
-    jump: long schedules reach a steady state, in which everything happens again `g` micro-batches later, all by the
-    same `d` seconds. When the whole state (what each rank does next, when it is free, every message on its way) has
-    been seen to move so over a period, and the lists go on as they did for n more periods, then n x d passes: the walk
-    goes on behind them. The result is that of the whole walk, to rounding; where no such state is found, it is the
-    whole walk.
-
-    That each stage runs F, then B or I, then W of a micro-batch is taken for granted, and for `jump` that it runs
-    micro-batches in ascending order. A schedule that cannot run, or that has other stages than `replica`, is an
-    ArgumentError.
+    That each stage runs F, then B or I, then W of a micro-batch is taken for granted. A schedule that cannot run, or
+    that has other stages than `replica`, is an ArgumentError.
     """
     walk = _Walk(table, replica, overhead_s, overlap)
     while walk.step():
-        if jump and walk.rounds >= walk.look_at:
-            walk.try_jump()
+        pass
     if walk.stuck:
         check_schedule(table.orders(), [(one.source, one.target) for one in replica.transfers])
         raise ArgumentError("this schedule cannot be run: some action waits for a message that is sent in no round")
@@ -198,39 +254,32 @@ class _Walk:
         rank_of[table.stages] = np.arange(self.num_ranks)[:, None]
         self._lay_channels(rank_of.tolist())
         self.pos, self.free = np.zeros(self.num_ranks, np.int64), np.zeros(self.num_ranks)
-        self.rounds, self.since, self.look_at, self.stuck = 0, 0, 2 * self.num_ranks + 4, False
-        self.base: int | None = None
+        self.rounds, self.stuck = 0, False
         self.log: dict[str, NDArray[Any]] = {}
         self._grow(self.codes.shape[1] + 2 * self.num_ranks)
 
     def _lay_channels(self, rank_of: Sequence[int]) -> None:
         out: list[list[int]] = [[] for _ in range(self.past + 1)]
         into: list[list[int]] = [[] for _ in range(self.past + 1)]
-        wires: dict[tuple[int, int], int] = {}
-        on_wire, way_s, free_again = [], [], True
-        self.ways: list[tuple[int, int, str, float]] = []
-        for one in self.replica.transfers:
-            for way in ((one.source, one.target, "F", one.forward_s), (one.target, one.source, "I", one.backward_s)):
-                for kind in "F" if way[2] == "F" else "BI":
-                    code = 4 * way[0] + KINDS.index(kind)
-                    out[code].append(len(self.ways))
-                    into[4 * way[1] + KINDS.index(kind)].append(len(self.ways))
-                    free_again &= way[3] <= self.seconds[code]
-                pair = rank_of[way[0]], rank_of[way[1]]
-                on_wire.append(wires.setdefault(pair, len(wires)))
-                way_s.append(way[3])
-                self.ways.append(way)
+        self.ways = ways_of(self.replica, rank_of)
+        for at, way in enumerate(self.ways):
+            for kind in "F" if way.kind == "F" else "BI":
+                out[4 * way.source + KINDS.index(kind)].append(at)
+                into[4 * way.target + KINDS.index(kind)].append(at)
         count = len(self.ways)
         self.num_cells = count * self.m
-        # A wire of one channel, whose messages take no longer than the action that makes them, is always free.
-        always_free = not any(way_s) or (free_again and len(wires) == count)
-        self.wires_bind = self.overlap and not always_free
+        ran = np.full(self.past + 1, np.inf)
+        ran[self.codes] = self.seconds[self.codes]
+        least = {"F": ran[0::4], "I": np.minimum(ran[1 : self.past : 4], ran[2 : self.past : 4])}
+        self.wires_bind = self.overlap and wires_bind(self.ways, lambda stage, kind: float(least[kind][stage]))
         self.into, self.out = _by_turn(into, count), _by_turn(out, count + 2)
         self.into[0][self.past] = count + 1
-        self.way_s, self.wire = np.array([*way_s, 0.0, 0.0, 0.0]), np.array([*on_wire, *[len(wires)] * 3])
+        num_wires = 1 + max((way.wire for way in self.ways), default=-1)
+        self.way_s = np.array([*(way.seconds for way in self.ways), 0.0, 0.0, 0.0])
+        self.wire = np.array([*(way.wire for way in self.ways), *[num_wires] * 3])
         self.first_cell = np.arange(count + 3) * self.m
-        self.none, self.nowhere, self.dump = self.num_cells, self.num_cells + 2 * self.m, len(wires)
-        self.wire_free = np.zeros(len(wires) + 1)
+        self.none, self.nowhere, self.dump = self.num_cells, self.num_cells + 2 * self.m, num_wires
+        self.wire_free = np.zeros(num_wires + 1)
         self.arrived = np.full(self.num_cells + 3 * self.m, np.inf)
         self.arrived[self.none : self.none + self.m] = -np.inf
         self.sent, self.left = self.arrived, self.arrived
@@ -244,16 +293,13 @@ class _Walk:
             ("start", (self.num_ranks,), np.float64),
             ("arrived", (len(self.into), self.num_ranks), np.float64),
             ("sent", (len(self.into) * (self.sent is not self.arrived), self.num_ranks), np.float64),
-            ("wires", (len(self.wire_free) * self.wires_bind,), np.float64),
-            ("times", (), np.int64),
         ):
             rows: NDArray[Any] = np.empty((rounds, *shape), kind)
             self.log[name] = np.concatenate([self.log[name], rows]) if name in self.log else rows
-        self.log["times"][self.rounds :] = 1
 
     def step(self) -> bool:
         """One round; False: no rank can go on."""
-        if self.rounds == len(self.log["times"]):
+        if self.rounds == len(self.log["start"]):
             self._grow(self.rounds)
         t, log, at = self.rounds, self.log, self.row + self.pos
         code, k = self.codes.take(at), self.ks.take(at)
@@ -267,10 +313,10 @@ class _Walk:
                 if self.wires_bind:
                     log["sent"][t, d] = self.sent.take(cell)
             else:
-                sent = log["sent"][t, d] = self.sent.take(cell)
-                begun = np.maximum(start, sent)
+                begun = np.maximum(start, self.sent.take(cell))
                 start = begun + self.way_s.take(channel)
                 real = cell < self.none
+                log["sent"][t, d] = np.where(real, begun, -np.inf)
                 log["arrived"][t, d] = np.where(real, start, -np.inf)
                 self.left[cell[real]], self.arrived[cell[real]] = begun[real], start[real]
         go = start < np.inf
@@ -279,8 +325,6 @@ class _Walk:
             self.stuck = bool((code < self.past).any())
             return False
         log["pos"][t], log["free"][t], log["start"][t] = self.pos, self.free, start
-        if self.wires_bind:
-            log["wires"][t] = self.wire_free
         end = start + self.seconds.take(code)
         if not everyone:
             end = np.where(go, end, self.free)
@@ -302,107 +346,6 @@ class _Walk:
         self.rounds += 1
         return True
 
-    def try_jump(self) -> None:
-        """Jump where the last two periods were alike: of 1, 2, ... times the actions after which the lists repeat."""
-        t, log = self.rounds - 1, self.log
-        self.look_at = self.rounds + max(4, self.num_ranks // 8, (self.rounds - self.since) // 8)
-        if self.base is None:
-            self.base = self._repeat()
-        q = self.base * np.arange(1, min(MOST_PERIODS, (t - self.since) // max(1, 2 * self.base)) + 1)
-        if not len(q) or not self.base:
-            return
-        exact = EXACT * float(self.free.max())
-        rank = int(np.argmax(log["start"][t] < np.inf))
-        with np.errstate(invalid="ignore"):  # inf: ranks that wait
-            moved, earlier = log["start"][t] - log["start"][t - q], log["start"][t - q] - log["start"][t - 2 * q]
-            spread = np.where(np.isnan(moved), 0.0, np.abs(moved - moved[:, rank, None]))
-            alike = (np.maximum(spread, np.where(np.isnan(earlier), 0.0, np.abs(moved - earlier))) <= exact).all(axis=1)
-        if alike.any():
-            self._jump(int(q[np.argmax(alike)]), exact)
-
-    def _repeat(self) -> int:
-        """After how many actions the list of rank 0 goes on alike, some micro-batches further, in its middle; 0: never.
-
-        Alike for so long that turns of one stage, of about as many micro-batches as there are ranks, are not enough.
-        """
-        codes, ks = self.codes[0, :-1], self.ks[0, :-1]
-        middle = len(codes) // 2
-        for length in (np.flatnonzero(codes[middle + 1 :] == codes[middle]) + 1).tolist():
-            stretch = max(2 * length, 4 * self.num_ranks)
-            one, other = slice(middle, middle + stretch), slice(middle + length, middle + length + stretch)
-            if other.stop > len(codes):
-                return 0
-            steps = ks[other] - ks[one]
-            if steps[0] > 0 and (steps == steps[0]).all() and np.array_equal(codes[one], codes[other]):
-                return int(length)
-        return 0
-
-    def _jump(self, q: int, exact: float) -> bool:
-        """Verify the period of q rounds, and jump as often as the lists allow."""
-        t, log = self.rounds, self.log
-        now, then = slice(t - q, t), slice(t - 2 * q, t - q)
-        here, there = self.row + log["pos"][now], self.row + log["pos"][then]
-        went = log["start"][now] < np.inf
-        lengths = self.pos - log["pos"][t - q]
-        if not (np.array_equal(self.codes.take(here), self.codes.take(there)) and lengths.all()):
-            return False
-        steps = (self.ks.take(here) - self.ks.take(there))[went]
-        g = int(steps[0])
-        if g < 1 or (steps != g).any() or not np.array_equal(went, log["start"][then] < np.inf):
-            return False
-        moved = log["start"][now][went] - log["start"][then][went]
-        delta = float(moved[0])
-        if (np.abs(moved - delta) > exact).any() or not self._pending_moved(g, delta, exact):
-            return False
-        if self.wires_bind:
-            wires = np.abs(self.wire_free - log["wires"][t - q] - delta)
-            if ((wires > exact) & (self.wire_free > self.free.min()))[: self.dump].any():
-                return False
-        n = self._periods_ahead(lengths, g)
-        if n < 1:
-            return False
-        shift = n * g
-        self.pos, self.free, self.wire_free = self.pos + n * lengths, self.free + n * delta, self.wire_free + n * delta
-        for array in {id(one): one for one in (self.sent, self.left, self.arrived)}.values():
-            rows = array[: self.num_cells].reshape(-1, self.m)
-            rows[:, shift:] = rows[:, : self.m - shift] + n * delta
-        log["times"][now] += n
-        self.since, self.look_at = self.rounds, self.rounds + 4
-        return True
-
-    def _pending_moved(self, g: int, delta: float, exact: float) -> bool:
-        """Whether every message that is on its way, or waits, came `delta` after that of g micro-batches before."""
-        ran = np.bincount(self.codes[np.arange(self.codes.shape[1]) < self.pos[:, None]], minlength=self.past + 4)
-        backward = ran[KINDS.index("B") :: 4] + ran[KINDS.index("I") :: 4]
-        count = {"F": ran[KINDS.index("F") :: 4].tolist(), "I": backward.tolist()}
-        made = [count[kind][source] for source, _, kind, _ in self.ways]
-        used = [count[kind][target] for _, target, kind, _ in self.ways]
-        some = [at for at, (first, last) in enumerate(zip(used, made, strict=True)) if first < last]
-        if not some:
-            return True
-        first, last = min(used[at] for at in some), max(made[at] for at in some)
-        if first < g:
-            return False
-        k = np.arange(first, last)
-        waiting = (k >= np.array(used)[some, None]) & (k < np.array(made)[some, None])
-        for array in (self.sent, self.arrived) if self.overlap else (self.sent,):
-            rows = array[: self.num_cells].reshape(-1, self.m)
-            late = rows[some, first:last][waiting] - rows[some, first - g : last - g][waiting]
-            if (np.abs(late - delta) > exact).any():
-                return False
-        return True
-
-    def _periods_ahead(self, lengths: Ints, g: int) -> int:
-        """How many more periods every rank's list goes on as in the last one, g micro-batches further each time."""
-        most = self.m
-        for rank, length in enumerate(lengths.tolist()):
-            first = int(self.pos[rank]) - length
-            codes, ks = self.codes[rank, first:], self.ks[rank, first:]
-            same = (codes[length:] == codes[:-length]) & (ks[length:] == ks[:-length] + g)
-            run = len(same) if same.all() else int(np.argmin(same))
-            most = min(most, run // length)
-        return most
-
     def clock(self) -> Clock:
         t = self.rounds
         ran = self.log["start"][:t] < np.inf
@@ -417,7 +360,7 @@ class _Walk:
         left = self.left[: self.num_cells].reshape(-1, self.m)
         messages = []
         for way, came, went in zip(self.ways, arrivals, left, strict=True):
-            messages.append(Message(*way, came - way[3] if self.left is self.arrived else went, came))
+            messages.append(Message(*way[:4], came - way.seconds if self.left is self.arrived else went, came))
         return Clock(
             ranks=np.broadcast_to(np.arange(self.num_ranks), ran.shape)[ran],
             stages=codes // 4,
@@ -426,7 +369,6 @@ class _Walk:
             free_s=self.log["free"][:t][ran],
             start_s=start,
             end_s=start + self.seconds.take(codes),
-            times=np.broadcast_to(self.log["times"][:t, None], ran.shape)[ran],
             sent_s=sent,
             arrived_s=arrived,
             messages=tuple(messages),

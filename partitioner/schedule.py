@@ -17,21 +17,14 @@ others, but the last one starts (p - 1) F after the first.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from partitioner.actions import KINDS, Action, Table, most_held
 from partitioner.errors import ArgumentError
+from partitioner.rounds import Rounds, rounds_of
 from partitioner.specs import SCHEDULES, ScheduleName
-
-Ints = NDArray[np.int64]
-
-SPLIT_BACKWARD: tuple[ScheduleName, ...] = ("zero-bubble", "zero-bubble-h2", "zero-bubble-v")
-"""Those that run a backward in two parts, I and W."""
 
 
 def build_schedule(
@@ -105,23 +98,7 @@ def schedule_table(name: ScheduleName, num_stages: int, num_microbatches: int, n
     places = placement(name, num_stages, num_ranks)
     if num_microbatches < 1:
         raise ArgumentError(f"a schedule needs at least one micro-batch, got {num_microbatches}")
-    p, m = 1 + max(places), num_microbatches
-    if name == "zero-bubble-v":
-        table = Table.of([_v_order(rank, p, m) for rank in range(p)])
-    else:
-        each, rank = num_stages // p, np.arange(p)
-        rounds = [m] if name == "gpipe" else _rounds(m, p)
-        later = (each - 1) * rounds[0]
-        ahead, behind = {
-            "gpipe": (np.full(p, m * each), None),
-            "1f1b": (p - 1 - rank, None),
-            "interleaved": (later + 2 * (p - 1 - rank), None),
-            "zero-bubble": (later + p - 1 - rank, rank),
-            "zero-bubble-h2": (2 * (p - 1 - rank), 2 * rank),
-        }[name]
-        table = _woven(
-            _in_rounds(rank, range(each), rounds), _in_rounds(rank, range(each)[::-1], rounds), ahead, behind
-        )
+    table = _listed(rounds_of(name, places, num_microbatches))
     for array in table:
         array.setflags(write=False)
     return table
@@ -194,93 +171,15 @@ def _most_held(name: ScheduleName, num_stages: int, num_microbatches: int, num_r
     return most_held(build_schedule(name, num_stages, num_microbatches, num_ranks=num_ranks))
 
 
-Work = tuple[Ints, Ints]
-"""Stages and micro-batches, [ranks, n] and [n], in order."""
-
-
-def _woven(forwards: Work, backwards: Work, ahead: Ints, behind: Ints | None) -> Table:
-    """By rank: `ahead` forwards, then a forward and a backward in turn, then the backwards left.
-
-    behind: a backward is I and W, and each W stands right after the I of `behind` backwards later. None: it is whole.
-    Each action is put where it belongs by the number of those before it:
-
-        F_i     i, and for i >= ahead: twice i - ahead plus ahead, and the W so far
-        I_j     the forwards, I and W so far: ahead + min(j + 1, n - ahead) + j + max(0, j - behind)
-        W_j     after I_(j + behind); those that are left at the end follow one another
-    """
-    ranks, n = forwards[0].shape
-    ahead = np.minimum(ahead, n)[:, None]
-    lag = np.full((ranks, 1), n) if behind is None else np.minimum(behind, n)[:, None]
-    j = np.arange(n)
-    turn = np.maximum(0, j - ahead)
-    at_forward = np.minimum(j, ahead) + 2 * turn + np.maximum(0, turn - lag)
-    at_input = ahead + np.minimum(j + 1, n - ahead) + j + np.maximum(0, j - lag)
-    kinds = "FB" if behind is None else "FIW"
-    places = [at_forward, at_input]
-    if behind is not None:
-        after = np.take_along_axis(at_input, np.minimum(j + lag, n - 1), axis=1) + 1
-        places.append(np.where(j + lag < n, after, 2 * n + j))
-    table = Table(*(np.empty((ranks, len(kinds) * n), np.int64) for _ in range(3)))
-    for kind, at in zip(kinds, places, strict=True):
-        stages, ks = forwards if kind == "F" else backwards
-        np.put_along_axis(table.stages, at, stages, axis=1)
-        np.put_along_axis(table.kinds, at, np.int64(KINDS.index(kind)), axis=1)
-        np.put_along_axis(table.microbatches, at, np.broadcast_to(ks, at.shape), axis=1)
-    return table
-
-
-def _in_rounds(rank: Ints, turns: range, rounds: Sequence[int]) -> Work:
-    """Each round of micro-batches through a rank's stages, the turns-th of each rank, in turn."""
-    if len(turns) == 1:
-        turn, ks = np.zeros(sum(rounds), np.int64), np.arange(sum(rounds))
+def _listed(rounds: Rounds) -> Table:
+    """Each rank's actions in the order of their rounds."""
+    own, m = rounds.own, rounds.forward.shape[1]
+    if rounds.weight is None or rounds.turn is None:
+        kinds, keys = "FB", [rounds.forward, rounds.backward]
     else:
-        firsts = np.cumsum([0, *rounds])
-        some = [np.arange(first, first + size) for first, size in zip(firsts, rounds, strict=False)]
-        turn = np.concatenate([np.repeat(turns, len(ks)) for ks in some])
-        ks = np.concatenate([np.tile(ks, len(turns)) for ks in some])
-    return turn * len(rank) + rank[:, None], ks
-
-
-def _v_order(rank: int, p: int, m: int) -> tuple[Action, ...]:
-    """One rank of zero-bubble-v, in phases that hold from 2 p - 1 micro-batches on; of fewer, those there are."""
-    down, up, most = rank, 2 * p - 1 - rank, max(m, 2 * p - 1)
-    order: list[Action] = []
-    done: Counter[tuple[int, str]] = Counter()
-
-    def run(stage: int, kinds: str) -> None:
-        for kind in kinds:
-            order.append(Action(stage, kind, done[stage, kind]))
-            done[stage, kind] += 1
-
-    for _ in range(2 * (p - rank) - 1):  # until the first micro-batch has come down and back up to this rank
-        run(down, "F")
-    for _ in range(rank):
-        run(up, "F")
-        run(down, "F")
-    for _ in range(p - rank):  # until its gradient has come down and back up
-        run(up, "FIW")
-    while done[up, "F"] < most:
-        if done[down, "F"] < most:
-            run(down, "F")
-        run(down, "IW")
-        run(up, "FIW")
-    for _ in range(rank):  # what is left is no longer held up by W
-        run(down, "I")
-        run(up, "I")
-    for _ in range(p - rank):
-        run(down, "IW")
-    while done[up, "W"] < most:
-        run(up, "W")
-    while done[down, "W"] < most:
-        run(down, "W")
-    return tuple(action for action in order if action.microbatch < m)
-
-
-def _rounds(m: int, p: int) -> list[int]:
-    """m micro-batches in rounds of p, or a few more where p does not divide m; longer ones first.
-
-    >>> _rounds(8, 4), _rounds(11, 4), _rounds(3, 4)
-    ([4, 4], [6, 5], [3])
-    """
-    count = max(1, m // p)
-    return [m // count + (k < m % count) for k in range(count)]
+        kinds, most = "FIW", 2 + int(rounds.turn.max())
+        keys = [most * rounds.forward, most * rounds.backward, most * rounds.weight + rounds.turn + 1]
+    order = np.argsort(np.concatenate([key[own].reshape(len(own), -1) for key in keys], axis=1), kind="stable")
+    kind, within = np.divmod(order, own.shape[1] * m)
+    turn, ks = np.divmod(within, m)
+    return Table(np.take_along_axis(own, turn, axis=1), np.array([KINDS.index(one) for one in kinds])[kind], ks)

@@ -16,27 +16,22 @@ from dataclasses import replace
 import numpy as np
 
 from partitioner.actions import KINDS, Orders, Table, chain, check_schedule
-from partitioner.clock import Clock, Floats, Replica, StageCost, Transfer, run_clock
+from partitioner.clock import Clock, Floats, Replica, StageCost, StepTimes, Transfer, run_clock
 from partitioner.costs import Baseline, place, replica_costs, single_device
 from partitioner.errors import ArgumentError
 from partitioner.graph import CostGraph
 from partitioner.memory import Spread, interval_memory, memory_limit, room_bytes, stage_memory
 from partitioner.ordering import Ordered, Room, search_order
 from partitioner.plan import LostEfficiency, Plan, Prediction, StagePrediction
-from partitioner.schedule import (
-    SPLIT_BACKWARD,
-    build_schedule,
-    forward_only,
-    in_flight,
-    placement,
-    schedule_table,
-)
+from partitioner.rounds import SPLIT_BACKWARD
+from partitioner.schedule import build_schedule, forward_only, in_flight, placement, schedule_table
 from partitioner.specs import MOST_SECONDS, Cluster, ScheduleName, Training
+from partitioner.steady import step_times
 from partitioner.timeline import Span, Timeline
 
 
 def replay(
-    orders: Orders,
+    orders: Orders | Table,
     stages: Sequence[StageCost],
     transfers: Sequence[Transfer] | None = None,
     *,
@@ -57,11 +52,11 @@ def replay(
     if transfers is None:
         transfers = [Transfer(source, target, 0.0, 0.0) for source, target in chain(len(stages))]
     replica = Replica(tuple(stages), tuple(transfers))
-    table = Table.of(orders)
+    table = orders if isinstance(orders, Table) else Table.of(orders)
     if not table.in_order():
-        check_schedule(orders, [(one.source, one.target) for one in replica.transfers])
+        check_schedule(table.orders(), [(one.source, one.target) for one in replica.transfers])
     clock = run_clock(table, replica, overhead_s=overhead_s, overlap=overlap)
-    return _timeline([clock], [replica], [[rank] for rank in range(len(orders))])
+    return _timeline([clock], [replica], [[rank] for rank in range(len(table.stages))])
 
 
 def simulate(
@@ -164,14 +159,13 @@ def predict(
     )
     # Replicas of equal cost do the same at the same time, so one stands for all of them.
     distinct = list(dict.fromkeys(replicas))
-    table = schedule_table(schedule, num_stages, num_microbatches, num_places)
 
-    def run(replica: Replica) -> Clock:
-        return run_clock(table, replica, overhead_s=overhead_s, overlap=overlap, jump=True)
+    def run(replica: Replica) -> StepTimes:
+        return step_times(schedule, replica, num_microbatches, num_places, overhead_s=overhead_s, overlap=overlap)
 
-    clocks = [run(replica) for replica in distinct]
+    steps = [run(replica) for replica in distinct]
     places = np.array(place_of)
-    syncs, ends_s = _syncs(clocks, distinct, place_of)
+    syncs, ends_s = _syncs(steps, distinct, place_of)
     step_s = float(ends_s.max())
     optimizer_s = max(
         float(np.bincount(places, [one.optimizer_s for one in replica.stages]).max()) for replica in distinct
@@ -188,8 +182,8 @@ def predict(
             "s a micro-batch: give forward_s and backward_s in seconds, or a smaller batch_size"
         )
 
-    busy_s = np.array([_by_stage(clock.end_s - clock.start_s, clock, num_stages) for clock in clocks])
-    waited_s = np.array([clock.waited_s(num_stages) for clock in clocks]) + [sync_s for _, sync_s in syncs]
+    busy_s = np.array([step.busy_s for step in steps])
+    waited_s = np.array([step.waited_s for step in steps]) + [sync_s for _, sync_s in syncs]
     rank_busy_s = np.array([np.bincount(places, row) for row in busy_s])  # [replica, place]
     idle_s = np.maximum(0.0, step_s - rank_busy_s - [np.bincount(places, row) for row in waited_s])
     slowest = rank_busy_s.argmax(axis=0)[places]  # by stage, of the distinct replicas
@@ -226,7 +220,7 @@ def predict(
     free = [
         Replica(one.stages, tuple(replace(t, forward_s=0.0, backward_s=0.0) for t in one.transfers)) for one in distinct
     ]
-    without_sync_s = max(float(clock.rank_end_s.max()) for clock in clocks)
+    without_sync_s = max(float(step.rank_end_s.max()) for step in steps)
     without_transfers_s = max(float(run(one).rank_end_s.max()) for one in free)
     costs, seconds = graph.at(samples), np.zeros((2, num_stages))
     seconds[0] = graph.slicing_s(num_stages)
@@ -241,7 +235,7 @@ def predict(
         own_s = own_s - extra_s / speeds
         work_s.append(max(float(np.bincount(places, row).max()) for row in own_s))
     microbatch_s = float(costs.forward_s.sum() + costs.backward_s.sum()) / baseline.relative_speed
-    actions = int((table.stages >= 0).sum()) / (num_places * num_microbatches)
+    actions = (3 if schedule in SPLIT_BACKWARD else 2) * num_stages / num_places
     fair_work_s = num_microbatches * (microbatch_s / num_places + actions * overhead_s)
     lost_s = {
         "optimizer": optimizer_s - baseline.optimizer_s / num_ranks,
@@ -333,26 +327,18 @@ def _arranged(name: ScheduleName, plan: Plan) -> tuple[int, ...] | None:
 # From clocks to a timeline
 
 
-def _by_stage(seconds: Floats, clock: Clock, num_stages: int) -> Floats:
-    return np.bincount(clock.stages, seconds * clock.times, num_stages).astype(np.float64)
-
-
 def _syncs(
-    clocks: Sequence[Clock], replicas: Sequence[Replica], places: Sequence[int]
+    steps: Sequence[StepTimes], replicas: Sequence[Replica], places: Sequence[int]
 ) -> tuple[list[tuple[float, float]], Floats]:
     """(start, seconds) of each stage's gradient sync, the same in all replicas; [replica, place] when each rank ends.
 
-    The stages of one rank sync one after another, in the order in which their gradients are complete.
+    The stages of one rank sync one after another, in the order in which their gradients are complete. Without
+    `replicas`, as in inference, nothing is reduced.
     """
-    ends: Floats = np.array([clock.rank_end_s for clock in clocks])
-    num_stages = len(replicas[0].stages)
-    last: Floats = np.zeros(num_stages)
-    np.maximum.at(last, clocks[0].stages, clocks[0].end_s)
-    syncs = [(0.0, 0.0)] * num_stages
-    if not (clocks[0].kinds != KINDS.index("F")).any():
-        return syncs, ends  # inference
-    for stage in np.argsort(last, kind="stable").tolist():
-        sync_s = max(replica.stages[stage].sync_s for replica in replicas)
+    ends: Floats = np.array([step.rank_end_s for step in steps])
+    syncs = [(0.0, 0.0)] * len(places)
+    for stage in np.argsort(steps[0].finished, kind="stable").tolist():
+        sync_s = max((replica.stages[stage].sync_s for replica in replicas), default=0.0)
         if sync_s > 0:
             at = int(places[stage])
             syncs[stage] = (float(ends[:, at].max()), sync_s)
@@ -384,7 +370,7 @@ def _timeline(clocks: Sequence[Clock], replicas: Sequence[Replica], ranks: Seque
                     for k, (left_s, arrived_s) in enumerate(times)
                     if arrived_s < math.inf
                 )
-    syncs, ends = _syncs(clocks, replicas, places)
+    syncs, ends = _syncs([clock.step for clock in clocks], replicas if trains else [], places)
     for stage, (start_s, sync_s) in enumerate(syncs):
         if sync_s > 0:
             spans += (Span(rank, "sync", stage, -1, start_s, start_s + sync_s) for rank in ranks[places[stage]])

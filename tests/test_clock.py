@@ -1,16 +1,15 @@
-"""The clock against a longest path, over every schedule; and what is jumped over against every round."""
+"""The clock against a longest path, over every schedule."""
 
 import itertools
 import random
 
-import numpy as np
 import pytest
 from longest_path import longest_path
 
 from partitioner.actions import KINDS, Action, Table, chain
 from partitioner.clock import Replica, StageCost, Transfer, run_clock
 from partitioner.errors import ArgumentError
-from partitioner.schedule import build_schedule, forward_only, schedule_table
+from partitioner.schedule import build_schedule, forward_only
 from partitioner.simulator import replay
 from partitioner.specs import SCHEDULES
 
@@ -72,33 +71,14 @@ def test_a_backward_in_two_parts_beside_a_whole_one_is_the_longest_path_too():
         assert replay(orders, replica.stages, replica.transfers).step_s == pytest.approx(max(end.values()))
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("overlap", [True, False])
-def test_what_is_jumped_over_changes_nothing(name, overlap):
-    rng = random.Random(9)
-    jumped = 0
-    for case in range(12):
-        p, each = rng.randint(1, 5), rng.choice(PER_RANK.get(name, (1,)))
-        m = p * rng.randint(8, 20)
-        equal = StageCost(rng.random(), rng.random())
-        replica = random_replica(rng, p * each)
-        if case % 3 == 0:
-            replica = Replica((equal,) * (p * each), replica.transfers)
-        table = schedule_table(name, p * each, m, p)
-        whole = run_clock(table, replica, overlap=overlap, overhead_s=0.01)
-        short = run_clock(table, replica, overlap=overlap, overhead_s=0.01, jump=True)
-        assert short.times.sum() == len(whole.times) == (table.stages >= 0).sum()
-        np.testing.assert_allclose(short.rank_end_s, whole.rank_end_s, rtol=1e-10)
-        np.testing.assert_allclose(short.waited_s(p * each), whole.waited_s(p * each), rtol=1e-9, atol=1e-9 * m)
-        jumped += len(short.times) < len(whole.times)
-    assert jumped >= 2
-
-
-def test_a_long_schedule_costs_few_rounds():
-    replica = Replica((StageCost(1.0, 2.0),) * 8, tuple(Transfer(*edge, 0.0, 0.0) for edge in chain(8)))
-    clock = run_clock(schedule_table("1f1b", 8, 100_000), replica, jump=True)
-    assert clock.rank_end_s.max() == pytest.approx(3.0 * (100_000 + 7))
-    assert len(clock.times) < 8 * 200
+def test_where_nothing_overlaps_a_rank_waits_for_its_messages_one_after_another():
+    """It takes 2 s for the first and 1 s for the second, and idles until what it takes next was sent."""
+    orders = [[Action(stage, "F", 0)] for stage in range(3)]
+    for first_s, second_s, idle_s in ((1.0, 5.0, 3.0), (5.0, 1.0, 5.0)):
+        stages = (StageCost(first_s, 0.0), StageCost(second_s, 0.0), StageCost(1.0, 0.0))
+        step = replay(orders, stages, (Transfer(0, 2, 2.0, 0.0), Transfer(1, 2, 1.0, 0.0)), overlap=False)
+        assert step.communication_s(2) == pytest.approx(3.0)
+        assert step.idle_s(2) == pytest.approx(idle_s)
 
 
 def test_a_list_that_breaks_off_is_refused_by_what_it_lacks():

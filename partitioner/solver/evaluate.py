@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from partitioner.clock import Replica, StageCost, Transfer, run_clock
+from partitioner.clock import Replica, StageCost, Transfer
 from partitioner.costs import replica_sync_s
 from partitioner.graph import CostGraph
-from partitioner.schedule import schedule_table
 from partitioner.solver.layout import Layout, Site
 from partitioner.solver.settings import Setting
 from partitioner.specs import Cluster, Link, Training
+from partitioner.steady import step_times
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -237,7 +237,6 @@ class Replayer:
     ) -> Floats:
         """Any other schedule, by the simulator's own clock: [rows, p] when the rank of each stage ends."""
         setting, costs = self.setting, self.costs
-        table = schedule_table(setting.schedule, setting.num_stages, setting.num_microbatches, setting.num_places)
         parts = [backward / 2 + again / 2, backward / 2 - again / 2]
         if costs.backward_input_s is not None and costs.backward_weight_s is not None:
             before = [np.append(0.0, np.cumsum(each)) for each in (costs.backward_input_s, costs.backward_weight_s)]
@@ -254,8 +253,9 @@ class Replayer:
                 for one, (there, back) in wires
                 if one.sent[row]
             ]
-            clock = run_clock(table, Replica(tuple(stages), tuple(transfers)), jump=True)
-            ends[row] = clock.rank_end_s[self.places]
+            replica = Replica(tuple(stages), tuple(transfers))
+            step = step_times(setting.schedule, replica, setting.num_microbatches, setting.num_places)
+            ends[row] = step.rank_end_s[self.places]
         return ends
 
     def _moved(self, edges: Ints, *, far: bool = True) -> list[Messages]:

@@ -39,6 +39,7 @@ from partitioner.actions import Table, chain
 from partitioner.clock import Replica, StageCost, Transfer, run_clock
 from partitioner.ordering import Room, search_order
 from partitioner.schedule import schedule_table
+from partitioner.steady import step_times
 
 SLOWDOWN = 1.055
 COMPUTE_SHARE, MEMORY_SHARE = 0.7, 0.7
@@ -170,8 +171,7 @@ def read_balanced(truth: Path) -> list[Balanced]:
 
 def balanced_s(row: Balanced, shares: tuple[float, float]) -> float:
     replica = torchgpipe.replica_of(row.model, list(row.balance), row.samples, row.again, *shares)
-    clock = run_clock(schedule_table("gpipe", len(row.balance), row.m), replica, jump=True)
-    return float(clock.rank_end_s.max())
+    return float(step_times("gpipe", replica, row.m).rank_end_s.max())
 
 
 def fit_shares(rows: list[Balanced]) -> tuple[float, float]:

@@ -1,0 +1,325 @@
+"""What a step of a named schedule takes, from its rounds: for all ranks at once, and in steady state not at all.
+
+The rules are the clock's. With rounds known beforehand, a round is a line of numpy over the ranks:
+
+    start[r] = max(end of the round before[r], arrivals of earlier rounds);   end[r] = start[r] + seconds of its action
+
+An action is F, B or I with the W behind it: nobody waits for W. Rounds that come again are the same line with the same
+places to look, so only those of a few micro-batches are laid out, and what comes again is run again.
+
+A steady state is one in which nothing but the time differs from a whole number of repetitions before: all that later
+rounds look at (when each rank was done, every message on its way, every wire) has moved by the same `d` seconds. Then n
+more such repetitions pass in n x d. Where times never settle, all of them are run.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+from numpy.typing import NDArray
+
+from partitioner.clock import Replica, StepTimes, run_clock, waits_of, ways_of, wires_bind
+from partitioner.rounds import Rounds, Window, rounds_of
+from partitioner.schedule import placement, schedule_table
+from partitioner.specs import ScheduleName
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+EXACT = 1e-13
+"""Relative; rounding of a sum of seconds. States that agree to it are the same."""
+AT_ONCE = 128
+"""Rounds between two looks at the state, at least; more as they go on."""
+
+
+def step_times(
+    name: ScheduleName,
+    replica: Replica,
+    num_microbatches: int,
+    num_ranks: int | None = None,
+    *,
+    overhead_s: float = 0.0,
+    overlap: bool = True,
+) -> StepTimes:
+    """Those of the clock on the schedule's lists, to rounding.
+
+    O(rounds until a steady state x transfers a stage), each step over all ranks; where there are too few micro-batches
+    for rounds to be known beforehand, by the clock.
+    """
+    places = placement(name, len(replica.stages), num_ranks)
+    rounds = rounds_of(name, places, num_microbatches, short=True)
+    if not _ordered(rounds, replica):
+        table = schedule_table(name, len(replica.stages), num_microbatches, 1 + max(places))
+        return run_clock(table, replica, overhead_s=overhead_s, overlap=overlap).step
+    return _Passes(rounds, replica, num_microbatches, overhead_s, overlap).run()
+
+
+def _ordered(rounds: Rounds, replica: Replica) -> bool:
+    """Whether all that an action receives was made in an earlier round, and every W follows an action that is there."""
+    if rounds.weight is not None:
+        there = np.zeros((1 + int(rounds.weight.max()), 1 + int(rounds.ranks.max())), np.bool_)
+        there[rounds.backward, rounds.ranks[:, None]] = True
+        if not there[rounds.weight, rounds.ranks[:, None]].all():
+            return False
+    source, target = np.array([(one.source, one.target) for one in replica.transfers], int).reshape(-1, 2).T
+    later = (rounds.forward[source] < rounds.forward[target]) & (rounds.backward[target] < rounds.backward[source])
+    return bool(later.all() and (rounds.forward < rounds.backward).all())
+
+
+class _State(NamedTuple):
+    """What later rounds look at, of the rounds that have been. Times that are not known yet are -inf."""
+
+    free: Floats
+    """[ranks] when they are done."""
+    arrived: Floats
+    """[rounds, places] of the last rounds: when what each action sent has come in, by turn and rank. The last place is
+    that of what is always there."""
+    made: Floats
+    """[rounds, ranks] when they sent it; without rounds where wires are always free."""
+    wires: Floats
+    """When they are free; the last one is for what goes over none."""
+
+    def later(self, seconds: float, wires: NDArray[np.bool_]) -> _State:
+        """The same after more repetitions, which use these wires."""
+        return _State(
+            self.free + seconds, self.arrived + seconds, self.made + seconds, self.wires + np.where(wires, seconds, 0.0)
+        )
+
+
+class _Passes:
+    """The rounds as arrays [rounds, ranks], or [turns of a message, rounds, ranks]: what to add, and where to look."""
+
+    def __init__(self, rounds: Rounds, replica: Replica, m: int, overhead_s: float, overlap: bool) -> None:
+        self.rounds, self.m, self.overlap = rounds, m, overlap
+        ranks = rounds.ranks
+        self.p, self.height = 1 + int(ranks.max()), 1 + int(rounds.backward.max())
+        kinds = "FB" if rounds.weight is None else "FIW"
+        seconds = [np.array([cost.seconds(kind) for cost in replica.stages]) + overhead_s for kind in kinds]
+        self.busy_s: Floats = m * np.sum(seconds, axis=0)
+        levels = {"F": rounds.forward, "I": rounds.backward}
+        cells = {kind: level * self.p + ranks[:, None] for kind, level in levels.items()}
+        shape, count, none = (self.height, self.p), self.height * self.p, 2 * len(ranks)
+        codes = np.full(count, none)
+        """F by stage, then B or I by stage, then nothing."""
+        codes[cells["F"]] = np.arange(len(ranks))[:, None]
+        codes[cells["I"]] = np.arange(len(ranks), none)[:, None]
+        self.stages = codes % len(ranks)
+        self.took = np.append(np.concatenate(seconds[:2]), 0.0)[codes].reshape(shape)
+        self.behind: Floats = np.zeros(shape)
+        if rounds.weight is not None:
+            after = (rounds.weight * self.p + ranks[:, None]).ravel()
+            later_s = np.repeat(seconds[2], rounds.weight.shape[1])
+            self.behind = np.bincount(after, later_s, count).astype(np.float64).reshape(shape)
+            self.took += self.behind
+
+        ways = ways_of(replica, ranks.tolist())
+        sends = dict(zip("FI", seconds, strict=False))
+        self.binds = overlap and wires_bind(ways, lambda stage, kind: float(sends[kind][stage]))
+        self.waits = any(way.seconds > 0 for way in ways)
+        self.num_wires = 1 + max((way.wire for way in ways), default=-1)
+        self.num_out = 1 + max((way.out for way in ways), default=0)
+        self.num_in = 1 + max((way.into for way in ways), default=0)
+        self.always = self.num_out * self.p
+        way_out, wire = np.zeros((self.num_out, none + 1)), np.full((self.num_out, none + 1), self.num_wires)
+        way_in, place = np.zeros((self.num_in, none + 1)), np.full((self.num_in, none + 1), self.always)
+        ago = np.ones((self.num_in, count), np.int64)
+        for way in ways:
+            more = len(ranks) * (way.kind == "I")
+            way_out[way.out, way.source + more], wire[way.out, way.source + more] = way.seconds, way.wire
+            way_in[way.into, way.target + more] = way.seconds
+            place[way.into, way.target + more] = way.out * self.p + ranks[way.source]
+        for kind, level in levels.items():
+            for into in range(self.num_in):
+                some = [(way.source, way.target) for way in ways if (way.kind, way.into) == (kind, into)]
+                source, target = np.array(some, np.int64).reshape(-1, 2).T
+                ago[into, cells[kind][target]] = level[target] - level[source]
+        by_round = ago.reshape(self.num_in, *shape).max(axis=(0, 2))
+        self.back = int(by_round.max())
+        self.looks_back: Ints = np.maximum.accumulate(by_round[::-1])[::-1]
+        """[rounds] how far each and those after it look back at most."""
+
+        def by_cell(turns: NDArray[Any], needed: bool = True) -> NDArray[Any]:
+            rows = [one[codes].reshape(shape) for one in turns] if needed else []
+            return np.array(rows) if needed else np.empty((len(turns), 0, self.p))
+
+        at = by_cell(place)
+        ago = ago.reshape((self.num_in, *shape))
+        self.places = (self.back - ago) * (self.always + 1) + at
+        """In the last `back` rounds of `_State.arrived`, one after the other."""
+        self.made_at = (self.back - ago) * self.p + at % self.p if self.binds else ago[:, :0]
+        self.real = at < self.always if self.binds or not overlap else ago[:, :0]
+        self.wire, self.way_out = by_cell(wire, self.binds), by_cell(way_out, self.binds)
+        self.way_in = by_cell(way_in, self.waits or not overlap)
+        self.shift = np.broadcast_to(-self.behind, (self.num_out, *shape))
+        if overlap and self.waits and not self.binds:
+            self.shift = self.shift + by_cell(way_out)
+        self.waited = np.zeros(shape)
+
+    def run(self) -> StepTimes:
+        state = _State(
+            np.zeros(self.p),
+            np.zeros((self.back, self.always + 1)),
+            np.zeros((self.back * self.binds, self.p)),
+            np.zeros(self.num_wires + 1),
+        )
+        walked = at = 0
+        for window in self.rounds.windows:
+            after = window.first + window.length
+            state = self._advance(state, at, after).last
+            state, more = self._repeat(state, window)
+            walked, at = walked + after - at + more, after
+        state = self._advance(state, at, self.height).last
+        left_out = sum(window.length * window.times for window in self.rounds.windows)
+        return StepTimes(
+            rank_end_s=state.free,
+            busy_s=self.busy_s,
+            waited_s=np.bincount(self.stages, self.waited.ravel(), len(self.busy_s)).astype(np.float64),
+            finished=self.rounds.finished,
+            walked=(walked + self.height - at) / (self.height + left_out),
+        )
+
+    def _repeat(self, state: _State, window: Window) -> tuple[_State, int]:
+        """After the window's rounds, so many times more; and how many of these rounds were run."""
+        first, after, left, walked = window.first, window.first + window.length, window.times, 0
+        used = np.isin(np.arange(self.num_wires + 1), self.wire[:, first:after])
+        while left:
+            times = min(left, max(1, max(AT_ONCE, walked // 2) // window.length))
+            some = self._advance(state, first, after, times)
+            state, left, walked = some.last, left - times, walked + times * window.length
+            period = some.period(window.length, int(self.looks_back[first]))
+            if period is None:
+                continue
+            repetitions, seconds = period
+            skipped = left // repetitions
+            state = state.later(skipped * seconds, used)
+            left -= skipped * repetitions
+            if some.waited is not None:
+                again = some.waited[-repetitions * window.length :].reshape(repetitions, window.length, self.p)
+                self.waited[first:after] += skipped * again.sum(axis=0)
+        return state, walked
+
+    def _advance(self, state: _State, first: int, after: int, times: int = 1) -> _Stretch:
+        """The rounds from `first` until `after`, so many times."""
+        count, back, p, width = (after - first) * times, self.back, self.p, self.always + 1
+        arrived = np.empty((back + count, width))
+        arrived[:back], arrived[:, -1] = state.arrived, -np.inf
+        one, out = slice(first, after), []
+        shifted = self.binds or self.num_out > 1 or bool(self.shift[:, one].any())
+        ends = np.empty((1 + count, p)) if shifted else arrived[back - 1 :, :p]
+        ends[0] = state.free
+        views = list(as_strided(arrived, (count, back * width), (8 * width, 8)))
+        places = [list(turn[one]) * times for turn in self.places]
+        took = list(self.took[one]) * times
+        wires = state.wires.copy()
+        out = [list(arrived[back:, d * p : (d + 1) * p]) for d in range(self.num_out)]
+        shift = [list(turn[one]) * times for turn in self.shift]
+        if self.overlap and self.num_in == 1 and not shifted:
+            _plain(ends, views, places[0], took)
+        elif self.overlap and self.num_in == self.num_out == 1 and not self.binds:
+            _shifted(ends, views, places[0], took, shift[0], out[0])
+        else:
+            ways_in = [list(turn[one]) * times for turn in self.way_in]
+            over = [list(turn[one]) * times for turn in self.wire]
+            ways_out = [list(turn[one]) * times for turn in self.way_out]
+            last, arrives = ends[0], np.empty(p)
+            for t, (view, end) in enumerate(zip(views, ends[1:], strict=True)):
+                start = last
+                for turn, way in zip(places, ways_in, strict=True):
+                    view.take(turn[t], None, arrives, "clip")
+                    start = np.maximum(start, arrives)
+                    if not self.overlap:
+                        start += way[t]
+                last = np.add(start, took[t], out=end)
+                for d, (come, more) in enumerate(zip(out, shift, strict=True)):
+                    np.add(last, more[t], out=come[t])
+                    if self.binds:
+                        left = np.maximum(come[t], wires.take(over[d][t]))
+                        wires[over[d][t]] = np.add(left, ways_out[d][t], out=come[t])
+                        wires[-1] = 0.0
+        made = state.made
+        if self.binds:
+            made = np.concatenate([made, (ends[1:].reshape(times, -1, p) - self.behind[one]).reshape(count, p)])
+        waited = None
+        if self.waits:
+            waited = self._waited(one, times, ends[:-1], arrived, made)
+            self.waited[one] += waited.reshape(times, -1, p).sum(axis=0)
+        state = _State(ends[-1].copy(), arrived[count:], made[len(made) - len(state.made) :], wires)
+        return _Stretch(state, ends, arrived, waited, self.binds)
+
+    def _waited(self, one: slice, times: int, free: Floats, arrived: Floats, made: Floats) -> Floats:
+        """[rounds, ranks] how long ranks waited for messages on their way."""
+        count, width = len(free), self.always + 1
+        rows = np.arange(count)[:, None]
+        sent, came = np.empty((2, self.num_in, count, self.p))
+        now = free
+        for d in range(self.num_in):
+            there = arrived.ravel().take(np.tile(self.places[d, one], (times, 1)) + rows * width)
+            way = np.tile(self.way_in[d, one], (times, 1))
+            if not self.overlap:
+                real = np.tile(self.real[d, one], (times, 1))
+                begun = np.maximum(now, there)
+                now = begun + way
+                sent[d], came[d] = np.where(real, begun, -np.inf), np.where(real, now, -np.inf)
+            elif self.binds:
+                real = np.tile(self.real[d, one], (times, 1))
+                at = np.tile(self.made_at[d, one], (times, 1)) + rows * self.p
+                sent[d], came[d] = np.where(real, made.ravel().take(at), -np.inf), there
+            else:
+                sent[d], came[d] = there - way, there
+        waits = waits_of(free.ravel(), sent.reshape(self.num_in, -1).T, came.reshape(self.num_in, -1).T)
+        total: Floats = np.sum([np.maximum(0.0, until - since) for since, until in waits], axis=0)
+        return total.reshape(count, self.p)
+
+
+def _plain(ends: Floats, views: list[Floats], places: list[Ints], took: list[Floats]) -> None:
+    """Rounds where what a rank sends is there when its action ends. Most time is spent here: nothing is allocated."""
+    last, arrives, maximum, add = ends[0], np.empty(ends.shape[1]), np.maximum, np.add
+    for view, place, seconds, end in zip(views, places, took, ends[1:], strict=True):
+        view.take(place, None, arrives, "clip")
+        maximum(last, arrives, out=arrives)
+        add(arrives, seconds, out=end)
+        last = end
+
+
+def _shifted(
+    ends: Floats, views: list[Floats], places: list[Ints], took: list[Floats], shift: list[Floats], out: list[Floats]
+) -> None:
+    """Rounds where it is there so much later, or earlier, than that."""
+    last, arrives, maximum, add = ends[0], np.empty(ends.shape[1]), np.maximum, np.add
+    for view, place, seconds, more, end, come in zip(views, places, took, shift, ends[1:], out, strict=True):
+        view.take(place, None, arrives, "clip")
+        maximum(last, arrives, out=arrives)
+        add(arrives, seconds, out=end)
+        add(end, more, out=come)
+        last = end
+
+
+class _Stretch(NamedTuple):
+    """Some rounds that were run."""
+
+    last: _State
+    ends: Floats
+    """[1 + rounds, ranks]"""
+    arrived: Floats
+    """[rounds looked back at + rounds, places]"""
+    waited: Floats | None
+    """[rounds, ranks]"""
+    binds: bool
+
+    def period(self, length: int, back: int) -> tuple[int, float] | None:
+        """The fewest repetitions of `length` rounds, and their seconds, by which the state has moved and nothing else.
+
+        None: it has moved otherwise by up to as many as there are. back: the rounds that later ones look at.
+        """
+        back = max(back, length) if self.binds else back  # so that the last message of every wire is among them
+        most = (len(self.arrived) - back) // length
+        moved = self.ends[-1] - self.ends[-1 - length * np.arange(1, 1 + min(most, (len(self.ends) - 1) // length))]
+        exact = EXACT * float(self.ends[-1].max())
+        for number in (np.flatnonzero(np.ptp(moved, axis=1) <= 2 * exact) + 1).tolist():
+            seconds, ago = float(moved[number - 1].mean()), number * length
+            now, then = self.arrived[-back:, :-1], self.arrived[-back - ago : -ago, :-1]
+            if (np.abs(now - then - seconds) <= 2 * exact).all():
+                return number, seconds
+        return None
