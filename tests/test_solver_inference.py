@@ -16,7 +16,7 @@ from partitioner.plan import Plan, load
 from partitioner.profiles import Profile
 from partitioner.simulator import forward_clock, simulate
 from partitioner.solver import solve
-from partitioner.specs import Cluster, Link, Training
+from partitioner.specs import Cluster, Link, Training, format_bytes
 
 SLOW = Link.of(2e-5, 5e8)
 OBJECTIVES = ("throughput", "latency")
@@ -90,10 +90,49 @@ def test_a_model_that_is_too_large_for_one_device_is_cut() -> None:
     assert [len(stage.layers) for stage in plan.stages] == [2, 2, 2]
     assert all(stage.memory.total <= 2100 for stage in plan.prediction.stages)
     assert all(stage.memory.gradients == stage.memory.optimizer == 0 for stage in plan.prediction.stages)
-    with pytest.raises(InfeasibleError, match="Try 3 devices"):
-        solve(profile, cluster(2, memory_bytes=2100), Training(batch_size=1, objective="latency"))
-    with pytest.raises(InfeasibleError, match="layer 0 alone needs"):
-        solve(profile, cluster(6, memory_bytes=900), Training(batch_size=1, objective="latency"))
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_what_does_not_fit_is_named_with_the_bytes_short_and_the_fewest_devices_that_do(objective: str) -> None:
+    profile, training = chain([1.0] * 6, parameter_bytes=1000), Training(batch_size=1, objective=objective)
+    with pytest.raises(InfeasibleError) as e:
+        solve(profile, cluster(2, memory_bytes=2100), training)
+    assert "stage 0 (0 to 2) needs 2.9 KiB of 2.1 KiB (weights 2.9 KiB), 900 B too much" in str(e.value)
+    assert "What fits: 3 such devices or devices with 2.9 KiB" in str(e.value)
+    assert solve(profile, cluster(3, memory_bytes=2100), training).num_stages == 3
+    assert solve(profile, cluster(2, memory_bytes=3000), training).num_stages == 2
+    with pytest.raises(InfeasibleError, match="layer 0, alone on stage 0, needs 1000 B of 900 B"):
+        solve(profile, cluster(6, memory_bytes=900), training)
+    limited = training.model_copy(update={"memory_limit_bytes": 2 * 2**20})
+    with pytest.raises(InfeasibleError, match=r"memory_limit of 2.0 MiB .*memory_limit='3MiB'"):
+        solve(chain([1.0] * 6, parameter_bytes=2**20), cluster(2), limited)
+    fixed = training.model_copy(update={"mesh": {"pp": 1}, "batch_size": 2})
+    with pytest.raises(InfeasibleError, match="What fits: mesh='auto'"):
+        solve(profile, cluster(3, memory_bytes=2100), fixed)
+    assert solve(profile, cluster(3, memory_bytes=2100), fixed.model_copy(update={"mesh": "auto"})).num_stages == 3
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_fewest_devices_and_the_memory_that_an_error_names_are_those(seed: int) -> None:
+    rng = random.Random(seed)
+    profile = chain([1.0] * 7, parameter_bytes=[1000 * rng.randrange(1, 9) for _ in range(7)])
+    training = Training(batch_size=1, objective="latency")
+    sizes = [parameter.bytes for parameter in profile.parameters]
+
+    def largest(num_stages: int) -> int:
+        """Bytes of the largest stage of the best split."""
+        return min(
+            max(sum(sizes[i:j]) for i, j in itertools.pairwise((0, *cuts, 7)))
+            for cuts in itertools.combinations(range(1, 7), num_stages - 1)
+        )
+
+    limit = rng.randrange(max(sizes), sum(sizes))
+    fewest = min(count for count in range(1, 8) if largest(count) <= limit)
+    if fewest == 1:
+        return
+    with pytest.raises(InfeasibleError) as e:
+        solve(profile, cluster(fewest - 1, memory_bytes=limit), training)
+    assert f"What fits: {fewest} such devices or devices with {format_bytes(largest(fewest - 1))}" in str(e.value)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)

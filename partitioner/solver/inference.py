@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -24,13 +23,20 @@ from partitioner.solver.evaluate import link_times
 from partitioner.solver.layout import AnyLayout, Devices, Layout, Site
 from partitioner.solver.servers import window_minimum
 from partitioner.solver.settings import check_request, divisors, numbered, pinned_positions
+from partitioner.solver.shortage import more_memory, told, with_devices
 from partitioner.solver.starts import stage_starts
-from partitioner.specs import Cluster, Device, Training, format_bytes
+from partitioner.specs import Cluster, Device, Training
 
 CLOSE = 1e-9
 PRECISION = 1e-10
 """Relative, of the slowest stage."""
 MOST_RUNNERS_UP = 5
+FEW_STAGES = 16
+"""Numbers of stages up to which each is looked at when nothing fits."""
+SHORT = 1e-4
+"""Relative, of the bytes that are short."""
+MOST_GROWTH = 8
+"""Up to so many times the devices are tried when nothing fits."""
 MOST_PAIRED = 3_000
 """Layers, up to which every pair of positions is looked at where memory binds."""
 ITEMS = ("weights", "buffers", "received", "workspace")
@@ -69,7 +75,7 @@ def solve_inference(graph: CostGraph, cluster: Cluster, training: Training) -> P
         found.append(one)
         lower, best = min(lower, one.lower_bound_s), min(best, one.seconds)
     if not found:
-        raise InfeasibleError(_shortage(graph, cluster, training, unfit))
+        raise InfeasibleError(_shortage(graph, cluster, training))
     found.sort(key=Found.rank)
     bound_s = min([lower, best, *(bound for bound, _, _ in waiting)])
     return _plan(graph, found, bound_s, unfit)
@@ -115,6 +121,8 @@ class Case:
     num_replicas: int
     num_microbatches: int
     layout: Layout
+    extra_bytes: int = 0
+    """That each device is taken to have more."""
 
     @property
     def samples(self) -> int:
@@ -132,7 +140,7 @@ class Case:
         return speeds
 
     @cached_property
-    def _rooms(self) -> list[tuple[int, Device]]:
+    def rooms(self) -> list[tuple[int, Device]]:
         """By stage, bytes that its smallest device has room for, and that device."""
         found = []
         for devices in self.devices:
@@ -144,7 +152,7 @@ class Case:
     @cached_property
     def room(self) -> list[int]:
         """Bytes that each stage's smallest device has room for."""
-        return [room for room, _ in self._rooms]
+        return [room + self.extra_bytes for room, _ in self.rooms]
 
     @property
     def bound_s(self) -> float:
@@ -179,7 +187,7 @@ class Case:
         graph = self.graph
         costs = graph.at(self.samples)
         handed, crossing = self._hops(costs.next_bytes), self._hops(costs.crossing_bytes)
-        widest = self._cheapest(math.inf, crossing)
+        widest = self.fits()
         if widest is None:
             return None
         best, seconds = widest, self.seconds(widest)
@@ -218,6 +226,10 @@ class Case:
             heapq.heappush(ranges, (self.value(through, middle, m), middle, high, through))
         return best, min(bound, value)
 
+    def fits(self) -> tuple[int, ...] | None:
+        """Cuts of which every stage fits; None: there are none."""
+        return self._cheapest(math.inf, self._hops(self.graph.at(self.samples).crossing_bytes))
+
     def seconds(self, cuts: tuple[int, ...]) -> float:
         """The objective of these cuts: by the clock, or the slowest stage or transfer."""
         replicas = self.replicas(cuts)
@@ -232,7 +244,7 @@ class Case:
 
     def memory(self, cuts: tuple[int, ...]) -> list[MemoryItems]:
         items = []
-        for (first, last), (_, device) in zip(self.graph.bounds(cuts), self._rooms, strict=True):
+        for (first, last), (_, device) in zip(self.graph.bounds(cuts), self.rooms, strict=True):
             told = inference_memory(self.graph, first, last, samples=self.samples)
             items.append(on_device(told, device, overhead_bytes(device, self.num_stages)))
         return items
@@ -473,34 +485,77 @@ def _reasons(found: Found, prediction: Prediction, unfit: list[Case]) -> tuple[s
     return tuple(said)
 
 
-def _shortage(graph: CostGraph, cluster: Cluster, training: Training, unfit: list[Case]) -> str:
-    """What does not fit, by how much, and how many of the largest devices would do."""
-    if not unfit:
-        return (
-            "no mesh of this cluster divides the batch: use another batch_size, or leave mesh and microbatches 'auto'"
-        )
-    case = min(unfit, key=lambda one: (one.samples, -one.num_stages))
-    room, n = max(case.room), graph.num_layers
-    edges = [0, *graph.allowed_cuts, n]
-    pieces = list(pairwise(edges))
+def _shortage(graph: CostGraph, cluster: Cluster, training: Training) -> str:
+    """The message of an InfeasibleError: what comes closest, what it lacks, and changes that were tried and fit."""
+    cases = _roomiest(graph, cluster, training)
+    lacking, cuts, case = min(((*_closest(case), case) for case in cases), key=lambda one: one[0])
+    memory = case.memory(cuts)
+    limits = [memory_limit(device, training) for _, device in case.rooms]
+    stage = max(range(case.num_stages), key=lambda k: memory[k].total - limits[k])
+    device = case.rooms[stage][1]
+    mesh = f"pp={case.num_stages}, dp={case.num_replicas}, {case.num_microbatches} micro-batch"
+    mesh += "es" if case.num_microbatches > 1 else ""
+    ways = []
+    for name, value in (("microbatches", training.microbatches), ("mesh", training.mesh)):
+        if value != "auto" and _fits(graph, cluster, training.model_copy(update={name: "auto"})):
+            ways.append(f"{name}='auto'")
+    if (more := _more_devices(graph, cluster, training)) is not None:
+        ways.append(f"{more} such devices")
+    ways.append(more_memory(cluster, training, limits[stage] + lacking))
+    where = (stage, *graph.bounds(cuts)[stage])
+    return told(graph, cluster, training, device, where, memory[stage], 1, mesh, ways)
 
-    def needed(first: int, last: int) -> int:
-        told = inference_memory(graph, first, last, samples=case.samples)
-        return int(sum(float(np.ceil(value)) for value in told.values()))
 
-    first, last = max(pieces, key=lambda piece: needed(*piece))
-    if needed(first, last) > room:
-        return (
-            f"layer {graph.ids[first]} alone needs {format_bytes(needed(first, last))} for inference, "
-            f"{format_bytes(needed(first, last) - room)} more than a device has: use devices with more memory"
-        )
-    count, start = 1, 0
-    for position in edges[1:]:
-        if needed(start, position) > room:
-            count, start = count + 1, max(edge for edge in edges if edge < position)
-    whole = needed(0, n)
-    return (
-        f"no split of {n} layers fits {cluster.num_devices} devices of {format_bytes(room)} free: all layers need "
-        f"{format_bytes(whole)} for inference, {format_bytes(max(0, whole - sum(case.room)))} more than all have, or "
-        f"their pieces do not share out evenly. Try {count} devices"
-    )
+def _roomiest(graph: CostGraph, cluster: Cluster, training: Training) -> list[Case]:
+    """Of each number of stages (of many, powers of two and the most), the case with the smallest micro-batches."""
+    smallest: dict[int, Case] = {}
+    for case in _cases(graph, cluster, training):
+        known = smallest.get(case.num_stages)
+        if not isinstance(case.layout, AnyLayout) and (known is None or case.samples < known.samples):
+            smallest[case.num_stages] = case
+    most = max(smallest)
+    return [case for p, case in smallest.items() if p <= FEW_STAGES or p == most or not p & (p - 1)]
+
+
+def _fits(graph: CostGraph, cluster: Cluster, training: Training) -> bool:
+    return any(case.fits() is not None for case in _roomiest(graph, cluster, training))
+
+
+def _closest(case: Case) -> tuple[float, tuple[int, ...]]:
+    """(bytes that its devices lack, cuts) of the split that lacks the least, to `SHORT`."""
+
+    def lacking(cuts: tuple[int, ...]) -> float:
+        return float(max(memory.total - limit for memory, limit in zip(case.memory(cuts), limits, strict=True)))
+
+    limits = [memory_limit(device, case.training) for _, device in case.rooms]
+    crossing = float(case.graph.at(case.samples).crossing_bytes.max())
+    whole = inference_memory(case.graph, 0, case.graph.num_layers, samples=case.samples)
+    low, high = 0.0, sum(map(float, whole.values())) + 2 * crossing + 8 - min(0, *case.room)
+    best = replace(case, extra_bytes=math.ceil(high)).fits()
+    assert best is not None  # with room for everything on every stage
+    while high - low > SHORT * max(1.0, high + float(min(case.room))):
+        middle = (low + high) / 2
+        cuts = replace(case, extra_bytes=math.ceil(middle)).fits()
+        if cuts is None:
+            low = middle
+        else:
+            high, best = middle, cuts
+    return max(1.0, lacking(best)), best
+
+
+def _more_devices(graph: CostGraph, cluster: Cluster, training: Training) -> int | None:
+    """The fewest devices, more ones like the last, that are enough; None: more do not help."""
+
+    def enough(count: int) -> bool:
+        return _fits(graph, with_devices(cluster, count), training)
+
+    low = high = cluster.num_devices
+    most = min(MOST_GROWTH * cluster.num_devices, len(graph.allowed_cuts) + 1)
+    while high < most:
+        low, high = high, min(2 * high, most)
+        if enough(high):
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (low, middle) if enough(middle) else (middle, high)
+            return high
+    return None

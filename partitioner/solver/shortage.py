@@ -10,12 +10,13 @@ import numpy as np
 
 from partitioner.graph import CostGraph
 from partitioner.memory import memory_limit, stage_memory
+from partitioner.plan import MemoryItems
 from partitioner.solver.chain import Chain, Split, cheapest_split, has_room, smallest_bottleneck
 from partitioner.solver.layout import Site
 from partitioner.solver.problem import Problem
 from partitioner.solver.settings import mesh_levels, pinned_positions, settings
 from partitioner.solver.starts import stage_starts
-from partitioner.specs import Cluster, Training, format_bytes
+from partitioner.specs import Cluster, Device, Training, format_bytes
 
 PRECISION = 5e-3
 """Relative, of the smallest limit that would do."""
@@ -48,30 +49,46 @@ def shortage(graph: CostGraph, cluster: Cluster, training: Training) -> str:
         num_ranks=setting.num_places,
         recompute=problem.recompute == "always" or lean,
     )
-    limit = memory_limit(device, training)
+    mesh = f"pp={setting.num_places}, dp={setting.num_replicas}, {setting.schedule}, "
+    mesh += f"{setting.num_microbatches} micro-batch{'es' if setting.num_microbatches > 1 else ''}"
+    limit, held = memory_limit(device, training), int(problem.memory.held[stage])
+    ways = _way_out(graph, cluster, training, limit, lacking * (1 + device.slack))
+    return told(graph, cluster, training, device, (stage, *bounds[stage]), items, held, mesh, ways)
+
+
+def told(
+    graph: CostGraph,
+    cluster: Cluster,
+    training: Training,
+    device: Device,
+    where: tuple[int, int, int],
+    items: MemoryItems,
+    held: int,
+    mesh: str,
+    ways: list[str],
+) -> str:
+    """The message. where: a stage, its first layer and the one after its last. held: micro-batches in flight there.
+    mesh: the setting that comes closest. ways: what fits."""
+    limit, (stage, first, last) = memory_limit(device, training), where
     by_user = training.memory_limit_bytes is not None and training.memory_limit_bytes < device.memory_bytes
     of = f"the memory_limit of {format_bytes(limit)}" if by_user else format_bytes(limit)
     sizes = sorted(((value, name) for name, value in items.model_dump().items() if value), reverse=True)
-    held = int(problem.memory.held[stage])
     largest = ", ".join(
         f"{name} {format_bytes(value)}"
         + (f" of {held} micro-batch{'es' if held > 1 else ''} in flight" if name == "activations" else "")
         for value, name in sizes[:3]
     )
-    first, last = bounds[stage]
     alone = not any(first < cut < last for cut in graph.allowed_cuts)
     name = (
         f"layer {graph.ids[first]}, alone on stage {stage},"
         if alone
         else f"stage {stage} ({graph.ids[first]} to {graph.ids[last - 1]})"
     )
-    mesh = f"pp={setting.num_stages}, dp={setting.num_replicas}, {setting.schedule}, "
-    mesh += f"{setting.num_microbatches} micro-batch{'es' if setting.num_microbatches > 1 else ''}"
     devices = "1 device" if cluster.num_devices == 1 else f"{cluster.num_devices} devices"
     return (
         f"does not fit: {name} needs {format_bytes(items.total)} of {of} ({largest}), "
         f"{format_bytes(max(1, items.total - limit))} too much. No split of {graph.num_layers} layers fits {devices}; "
-        f"this one ({mesh}) comes closest. {_way_out(graph, cluster, training, limit, lacking * (1 + device.slack))}"
+        f"this one ({mesh}) comes closest. What fits: {' or '.join(ways)}."
     )
 
 
@@ -147,7 +164,7 @@ def _grown(problem: Problem, extra_bytes: float) -> Chain:
     return replace(problem.chain, limits=problem.memory.grown(extra_bytes))
 
 
-def _way_out(graph: CostGraph, cluster: Cluster, training: Training, limit: int, lacking: float) -> str:
+def _way_out(graph: CostGraph, cluster: Cluster, training: Training, limit: int, lacking: float) -> list[str]:
     """The nearest changes that were tried and fit."""
     ways = []
     if training.schedule == "gpipe" and (found := _tried(graph, cluster, training, schedule="auto")):
@@ -162,13 +179,26 @@ def _way_out(graph: CostGraph, cluster: Cluster, training: Training, limit: int,
         ways.append(f"{more} such devices")
     if (smaller := _smaller_batch(graph, cluster, training)) is not None:
         ways.append(f"batch_size={smaller}")
-    needed = limit + lacking
+    return [*ways, more_memory(cluster, training, limit + lacking)]
+
+
+def more_memory(cluster: Cluster, training: Training, needed: float) -> str:
+    """The limit to raise where the devices have so much, or devices that have."""
     least = min(device.memory_bytes for device in cluster.devices)
     if training.memory_limit_bytes is not None and training.memory_limit_bytes < needed <= least:
-        ways.append(f"memory_limit='{math.ceil(needed / 2**20)}MiB'")
-    else:
-        ways.append(f"devices with {format_bytes(needed)}")
-    return f"What fits: {' or '.join(ways)}."
+        return f"memory_limit='{math.ceil(needed / 2**20)}MiB'"
+    return f"devices with {format_bytes(needed)}"
+
+
+def with_devices(cluster: Cluster, count: int) -> Cluster:
+    """The cluster with so many devices, more ones like its last."""
+    extra = count - cluster.num_devices
+    return cluster.model_copy(
+        update={
+            "devices": cluster.devices + cluster.devices[-1:] * extra,
+            "nodes": cluster.nodes + cluster.nodes[-1:] * extra,
+        }
+    )
 
 
 def _tried(graph: CostGraph, cluster: Cluster, training: Training, **changes: object) -> Problem | None:
@@ -180,13 +210,7 @@ def _more_devices(graph: CostGraph, cluster: Cluster, training: Training) -> int
     pins = pinned_positions(graph, training)
 
     def enough(count: int) -> bool:
-        extra = count - cluster.num_devices
-        grown = cluster.model_copy(
-            update={
-                "devices": cluster.devices + cluster.devices[-1:] * extra,
-                "nodes": cluster.nodes + cluster.nodes[-1:] * extra,
-            }
-        )
+        grown = with_devices(cluster, count)
         meshes = [mesh for level in mesh_levels(graph, grown, training) for mesh in level if mesh[0] * mesh[1] == count]
         for mesh in sorted(meshes, reverse=True)[:1]:
             starts = stage_starts(graph.num_layers, mesh[0], graph.allowed_cuts, pins)
