@@ -30,6 +30,7 @@ from partitioner.selfcheck import check_split
 from partitioner.solver import solve
 from partitioner.specs import Cluster, Device, Training, optimizer_state_bytes, parse_bytes
 from partitioner.tracing import unwrap
+from partitioner.trial import explained
 
 
 def partition(
@@ -85,6 +86,8 @@ def partition(
         objective=objective,
         check=check,
     )
+    if trace_dir is not None and profile is not None:
+        raise ArgumentError("trace_dir= is of the measurement, and with profile= nothing is measured: leave one out")
     model = unwrap(model)
     if objective != "train" and loss_fn is None:
         loss_fn = sum_of_outputs
@@ -139,7 +142,8 @@ def partition(
             if check == "first" and not any(parameter.is_meta for parameter in model.parameters()):
                 tell("checking the slices", 0.9)
                 whole = MicroBatch(args, kwargs, example_target, samples)
-                plan = _checked(plan, model, whole, Loss(model, loss_fn, loss_weight), seed, notes)
+                with explained(model, [whole], loss_fn, batch_dim):
+                    plan = _checked(plan, model, whole, Loss(model, loss_fn, loss_weight), seed, notes)
         return plan.model_copy(update={"why": (*plan.why, *notes)})
 
     _refuse_too_many_ranks(num_devices(gpus))

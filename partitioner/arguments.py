@@ -28,9 +28,11 @@ def check_arguments(**given: Any) -> None:
     for name, (built, planned) in _CHOICES.items():
         value = given.get(name, built[0])
         if value not in built:
-            if value in planned or name == "recompute":
-                raise NotBuiltError(f"{name}={value!r} is not built in this version; use one of {_listed(built)}")
-            raise ArgumentError(f"{name}={value!r} is unknown; use one of {_listed(built)}")
+            if name == "recompute" and not isinstance(value, bool):
+                raise NotBuiltError(f"recompute={value!r}: naming layers is not built in this version; {_use(built)}")
+            if value in planned:
+                raise NotBuiltError(f"{name}={value!r} is not built in this version; {_use(built)}")
+            raise ArgumentError(f"{name}={value!r} is unknown; {_use(built)}")
     _check_optimizer(given.get("optimizer", "adamw"))
     for name in ("batch_size", "microbatches"):
         _check_count(name, given.get(name))
@@ -91,6 +93,14 @@ def _check_count(name: str, value: Any) -> None:
         raise NotBuiltError("batch_size='auto' is not built in this version; give the samples of one optimizer step")
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ArgumentError(f"{name}={value!r} is impossible: give a number of 1 or more")
+
+
+def _use(values: tuple[Any, ...]) -> str:
+    """
+    >>> _use(("auto", "none")), _use((None,))
+    ("use one of 'auto', 'none'", 'use None')
+    """
+    return f"use one of {_listed(values)}" if len(values) > 1 else f"use {values[0]!r}"
 
 
 def _listed(values: tuple[Any, ...]) -> str:

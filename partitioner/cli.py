@@ -32,10 +32,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import partitioner
-from partitioner import factory
 from partitioner.errors import ArgumentError, InfeasibleError, PartitionerError, SetupError
 from partitioner.factory import arguments_from, fault_of_model
+from partitioner.options import CAPACITY, PLANNING, parser
+from partitioner.profiles import check_writable
 
 
 class Outcome(NamedTuple):
@@ -47,9 +47,11 @@ class Outcome(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; what it returns is the exit code of the process."""
-    options = _parser().parse_args(argv)
-    command: Callable[[argparse.Namespace], Outcome] = options.command
+    options = parser(__doc__ or "").parse_args(argv)
+    command = COMMANDS[options.command]
     try:
+        if getattr(options, "output", None) is not None:
+            check_writable(options.output)  # before the work whose result is to go there
         with _stdout_for_results_only():
             outcome = command(options)
         return _print(_json(outcome.result) if options.json else _text(outcome.result), outcome.exit_code)
@@ -78,7 +80,7 @@ def _plan(options: argparse.Namespace) -> Outcome:
 
 
 def _plan_of_model(options: argparse.Namespace) -> Any:
-    given = _given(options, ("gpus", *PLANNING))
+    given = _given(options, PLANNING)
     from partitioner.arguments import check_arguments
 
     check_arguments(**given)  # before the model is built, which may take long
@@ -106,11 +108,18 @@ def _plan_of_profile(options: argparse.Namespace) -> Any:
     from partitioner.solver import solve
     from partitioner.specs import Cluster, Training, optimizer_state_bytes, parse_bytes
 
-    check_arguments(**_given(options, ("gpus", *PLANNING)))
-    fields = _given(options, ("batch_size", "mesh", "microbatches", "schedule", "optimizer"))
+    check_arguments(**_given(options, PLANNING))
+    for name in _given(options, ("check", "seed")):
+        raise ArgumentError(f"--{name} is of the model's own run: name what makes the model, or leave it out")
+    fields = _given(options, ("batch_size", "mesh", "microbatches", "schedule", "optimizer", "recompute", "objective"))
     if options.memory_limit is not None:
         fields["memory_limit_bytes"] = parse_bytes(options.memory_limit)
     profile = Profile.load(options.profile)
+    if options.batch_dim not in (None, profile.batch_dim):
+        raise ArgumentError(
+            f"--batch-dim {options.batch_dim}: {options.profile} was measured with samples along dimension "
+            f"{profile.batch_dim}; measure it again, or leave the option out"
+        )
     element_bytes = profile.trainable_element_bytes
     fields["optimizer_bytes"] = optimizer_state_bytes(fields.get("optimizer", "adamw"), element_bytes)
     training = _checked(Training, batch_dim=profile.batch_dim, **fields)
@@ -118,7 +127,7 @@ def _plan_of_profile(options: argparse.Namespace) -> Any:
 
 
 def _profile(options: argparse.Namespace) -> Outcome:
-    arguments = arguments_from(options.factory) | _given(options, ("device",))
+    arguments = arguments_from(options.factory) | _given(options, ("device", "trace_dir"))
     from partitioner.profiler import profile
 
     result = _call(profile, options.factory, arguments)
@@ -160,25 +169,28 @@ def _on_meta(where: str) -> dict[str, Any]:
 
 
 def _show(options: argparse.Namespace) -> Outcome:
-    from partitioner.plan import Plan, load
-    from partitioner.profiles import Profile
+    from partitioner.forecast import CapacityReport
+    from partitioner.plan import Plan
+    from partitioner.profiles import Profile, kind_of, read_checked, read_json
 
-    try:
-        content = json.loads(Path(options.file).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ArgumentError(f"cannot read {options.file}: {error.strerror}") from None
-    except ValueError:
-        raise ArgumentError(f"{options.file} is not JSON: give a plan or a profile that was saved") from None
-    if not isinstance(content, dict) or not {"stages", "layers"} & content.keys():
-        raise ArgumentError(f"{options.file} is neither a plan nor a profile: it has no field 'stages' or 'layers'")
-    thing: Plan | Profile = load(options.file) if "stages" in content else Profile.load(options.file)
+    kinds: dict[str | None, type[Plan | Profile | CapacityReport]] = {
+        kind.__name__: kind for kind in (Plan, Profile, CapacityReport)
+    }
+    found = kind_of(read_json(options.file))
+    if found not in kinds:
+        raise ArgumentError(f"{options.file} holds no plan, profile or capacity report, but {_a(found)}")
+    thing = read_checked(kinds[found], options.file)
     if not options.timeline:
         return Outcome(thing)
     if not isinstance(thing, Plan):
-        raise ArgumentError(f"{options.file} is a profile: only a plan has a timeline")
+        raise ArgumentError(f"{options.file} is a {found}: only a plan has a timeline")
     from partitioner.simulator import simulate
 
     return Outcome(simulate(thing))
+
+
+def _a(kind: str | None) -> str:
+    return "something else" if kind is None else f"a {kind}"
 
 
 def _compare(options: argparse.Namespace) -> Outcome:
@@ -229,10 +241,7 @@ class Written(NamedTuple):
 def _written(text: str, path: str) -> Outcome:
     from partitioner.profiles import write_whole
 
-    try:
-        write_whole(Path(path), text)
-    except OSError as error:
-        raise ArgumentError(f"cannot write {path}: {error.strerror}") from None
+    write_whole(Path(path), text)
     return Outcome(Written(path, len(text.encode())))
 
 
@@ -253,166 +262,17 @@ def _doctor(options: argparse.Namespace) -> Outcome:
     return Outcome(diagnosis, 0 if diagnosis.ok else SetupError.exit_code)
 
 
-PLANNING = (
-    "profile",
-    "batch_size",
-    "batch_dim",
-    "mesh",
-    "microbatches",
-    "schedule",
-    "optimizer",
-    "precision",
-    "recompute",
-    "shard",
-    "gradient_compression",
-    "memory_limit",
-    "objective",
-    "check",
-    "seed",
-)
-"""Arguments of partition() that are options of `plan`, under the same names."""
-
-
-CAPACITY = (
-    "gpus",
-    "batch_size",
-    "batch_dim",
-    "mesh",
-    "microbatches",
-    "schedule",
-    "optimizer",
-    "precision",
-    "accumulate",
-    "recompute",
-    "shard",
-    "memory_limit",
-    "longest_sequence",
-    "sequence_dim",
-    "price_per_hour",
-    "most_devices",
-    "hardware",
-)
-"""Arguments of capacity() that are options of `capacity`, under the same names."""
-
-
-def _parser() -> argparse.ArgumentParser:
-    summary, _, details = (__doc__ or "").partition("\n\n")
-    details += "\n" + (factory.__doc__ or "").partition("\n\n")[2]
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("partitioner", description=summary, epilog=details, formatter_class=raw)
-    parser.add_argument("--version", action="version", version=f"partitioner {partitioner.__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-
-    def add(name: str, command: Callable[[argparse.Namespace], Outcome], text: str) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-        sub.set_defaults(command=command)
-        sub.add_argument("--json", action="store_true", help="print JSON instead of text, also for an error")
-        sub.add_argument("--debug", action="store_true", help="print the traceback of an error")
-        return sub
-
-    plan = add("plan", _plan, "choose mesh, stages, schedule and micro-batches, and predict the step")
-    plan.add_argument("factory", nargs="?", metavar="pkg.mod:factory", help="what makes the model and its inputs")
-    plan.add_argument("--gpus", metavar="N|NxNAME", help="4, 8xH100 or 2x8xA100-80GB")
-    plan.add_argument("-o", "--output", metavar="FILE", help="save the plan there")
-    plan.add_argument("--profile", metavar="FILE", help="plan with these costs, without measuring again")
-    plan.add_argument("--batch-size", type=_number, metavar="N", help="samples of one optimizer step, all replicas")
-    plan.add_argument("--batch-dim", type=int, metavar="N", help="dimension of the inputs that counts samples")
-    plan.add_argument("--mesh", type=_mesh, metavar="pp=2,dp=2", help="pipeline stages and replicas, or auto")
-    plan.add_argument("--microbatches", type=_number, metavar="N|auto", help="micro-batches of a replica's batch")
-    plan.add_argument("--schedule", help="gpipe, 1f1b or auto")
-    plan.add_argument("--optimizer", help="for memory: sgd, sgd-momentum, adam or adamw")
-    plan.add_argument("--precision", help="fp32")
-    plan.add_argument("--recompute", help="never, auto or always")
-    plan.add_argument("--shard", help="none or auto: state of the optimizer, gradients and weights over replicas")
-    plan.add_argument("--gradient-compression", help="none in this version")
-    plan.add_argument("--memory-limit", metavar="SIZE", help="of a device: 70GiB")
-    plan.add_argument("--objective", help="train, throughput or latency (the last two of inference)")
-    plan.add_argument("--check", help="run the sliced model once against the whole one")
-    plan.add_argument("--seed", type=int, metavar="N")
-
-    profile = add("profile", _profile, "measure what each layer costs")
-    profile.add_argument("factory", metavar="pkg.mod:factory", help="what makes the model and its inputs")
-    profile.add_argument("--device", help="where to measure: cpu, cuda, cuda:1")
-    profile.add_argument("-o", "--output", metavar="FILE", help="save the profile there")
-
-    capacity = add("capacity", _capacity, "say whether a training fits devices that are not here, and how fast it is")
-    capacity.add_argument("factory", metavar="pkg.mod:factory", help="what makes the model and its inputs")
-    capacity.add_argument("--gpus", metavar="NxNAME", help="8xH100 or 2x8xA100-80GB")
-    capacity.add_argument("-o", "--output", metavar="FILE", help="save the report there")
-    capacity.add_argument(
-        "--batch", "--batch-size", dest="batch_size", type=_number, metavar="N", help="samples of an optimizer step"
-    )
-    capacity.add_argument("--batch-dim", type=int, metavar="N", help="dimension of the inputs that counts samples")
-    capacity.add_argument("--mesh", type=_mesh, metavar="tp=8,pp=4,dp=2", help="any of the axes, or auto")
-    capacity.add_argument("--microbatches", type=_number, metavar="N|auto", help="micro-batches of a replica's batch")
-    capacity.add_argument("--schedule", help="gpipe, 1f1b, interleaved, zero-bubble or auto")
-    capacity.add_argument("--optimizer", help="sgd, sgd-momentum, adam, adamw or adafactor")
-    capacity.add_argument("--precision", help="fp32, bf16, fp16, bf16-mixed, fp16-mixed, or auto: the model's own")
-    capacity.add_argument("--accumulate", help="fp32: gradients are added up in 32 bits")
-    capacity.add_argument("--recompute", help="never, selective, always or auto")
-    capacity.add_argument("--shard", help="over replicas: none, zero1, zero2, zero3 or auto")
-    capacity.add_argument("--memory-limit", metavar="SIZE", help="of a device: 70GiB")
-    capacity.add_argument(
-        "--what-if", type=_change, action="append", metavar="NAME=A,B", help="change one thing: batch_size=128,512"
-    )
-    capacity.add_argument("--no-curve", action="store_true", help="leave out smaller numbers of devices")
-    capacity.add_argument("--longest-sequence", action="store_true", default=None, help="search it too")
-    capacity.add_argument("--sequence-dim", type=int, metavar="N", help="dimension of the inputs that is their length")
-    capacity.add_argument("--price-per-hour", type=float, metavar="PRICE", help="of one device")
-    capacity.add_argument("--most-devices", type=int, metavar="N", help="where the search for the fewest ends")
-    capacity.add_argument("--hardware", metavar="FILE", help="TOML file of your own devices")
-
-    show = add("show", _show, "print a saved plan or profile")
-    show.add_argument("file", metavar="FILE")
-    show.add_argument("--timeline", action="store_true", help="what each rank of the plan does when, simulated")
-
-    compare = add("compare", _compare, "put saved plans side by side")
-    compare.add_argument("plans", nargs="+", metavar="PLAN", help="saved plans; each is compared with the first")
-
-    report = add("report", _report, "write a plan as one self-contained web page")
-    trace = add("trace", _trace, "write a plan's step as a Chrome trace, for ui.perfetto.dev")
-    for made, example in ((report, "plan.html"), (trace, "trace.json")):
-        made.add_argument("plan", metavar="PLAN", help="a saved plan")
-        made.add_argument("-o", "--output", required=True, metavar="FILE", help=f"where to write it: {example}")
-        made.add_argument(
-            "--measured",
-            metavar="FILE",
-            help="a measured step to show beside it, from plan.save_trace(..., measured=...)",
-        )
-
-    verify = add("verify", _verify, "run a plan's ranks beside one device and compare numbers and times")
-    verify.add_argument("plan", metavar="PLAN", help="a saved plan")
-    verify.add_argument("factory", metavar="pkg.mod:factory", help="what makes the model and its inputs")
-
-    doctor = add("doctor", _doctor, "say what is installed and what works")
-    doctor.add_argument("--quick", action="store_true", help="start no processes")
-    return parser
-
-
-def _number(text: str) -> int | str:
-    if text == "auto":
-        return text
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more, nor auto")
-    return int(text)
-
-
-def _mesh(text: str) -> dict[str, int] | str:
-    if text == "auto":
-        return text
-    pairs = [part.split("=") for part in text.split(",")]
-    if not all(len(pair) == 2 and pair[1].isdigit() for pair in pairs):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a mesh: write it like pp=2,dp=2")
-    return {axis.strip(): int(size) for axis, size in pairs}
-
-
-def _change(text: str) -> tuple[str, list[Any]]:
-    name, equals, values = text.partition("=")
-    if not equals or not values:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a change: write it like batch_size=128,512")
-    if name == "mesh":
-        return name, [_mesh(values)]
-    return name, [int(value) if value.isdigit() else value for value in values.split(",")]
+COMMANDS: dict[str, Callable[[argparse.Namespace], Outcome]] = {
+    "plan": _plan,
+    "profile": _profile,
+    "capacity": _capacity,
+    "show": _show,
+    "compare": _compare,
+    "report": _report,
+    "trace": _trace,
+    "verify": _verify,
+    "doctor": _doctor,
+}
 
 
 def _given(options: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
@@ -445,10 +305,7 @@ def _checked(kind: Callable[..., Any], **fields: Any) -> Any:
 def _save(thing: Any, path: str | None) -> None:
     if path is None:
         return
-    try:
-        thing.save(path)
-    except OSError as error:
-        raise ArgumentError(f"cannot write {path}: {error.strerror}") from None
+    thing.save(path)
     print(f"written to {path}", file=sys.stderr)
 
 

@@ -20,7 +20,7 @@ from partitioner.capture import Capture, capture
 from partitioner.kernels import record_work
 from partitioner.losses import LossFunction
 from partitioner.metarun import choose_layers, on_meta
-from partitioner.microbatches import Cutter, as_call
+from partitioner.microbatches import Cutter, MicroBatch, as_call
 from partitioner.profiles import Layer, LayerCost, Profile, Tensor
 from partitioner.progress import Progress, shown
 from partitioner.rates import Precision
@@ -29,6 +29,7 @@ from partitioner.specs import OPTIMIZER_BYTES
 from partitioner.steps import Layout, Planner, planner
 from partitioner.structures import map_tensors
 from partitioner.tracing import unwrap
+from partitioner.trial import explained
 from partitioner.work import LayerWork, ModelWork
 
 
@@ -62,7 +63,8 @@ def estimate(
     wanted = {max(1, batch // 8), max(1, batch // 2)} if microbatch_sizes is None else set(microbatch_sizes)
     sizes = tuple(sorted(wanted))
     part = cutter.cut(args, kwargs, example_target, max(1, batch // sizes[-1]))[0]
-    with shown(progress) as tell:
+    fails = explained(model, [MicroBatch(args, kwargs, example_target, batch), part], loss_fn, batch_dim)
+    with fails, shown(progress) as tell:
         tell("following the forward", 0.0)
         captured = _captured(model, part.args, part.kwargs, max_share)
         tell("recording kernels", 0.4)

@@ -18,7 +18,6 @@ import contextlib
 import importlib
 import os
 import sys
-import sysconfig
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,17 +46,15 @@ def arguments_from(where: str) -> dict[str, Any]:
 
 def fault_of_model(error: Exception) -> str | None:
     """Where the user's code, or a torch module that it called, raised; None where our own code did."""
+    from partitioner.trial import line_of
+
     frames = traceback.extract_tb(error.__traceback__)
     ours, torch_nn = str(Path(__file__).parent), os.path.join("torch", "nn", "")
     if frames[-1].filename.startswith(ours):
         return None
-    theirs = [frame for frame in frames if not frame.filename.startswith((ours, *_INSTALLED))]
-    if theirs:
-        return f" ({theirs[-1].filename}, line {theirs[-1].lineno})"
+    if at := line_of(error):
+        return at
     return "" if any(torch_nn in frame.filename for frame in frames) else None
-
-
-_INSTALLED = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, "<")
 
 
 def _made(where: str) -> Any:

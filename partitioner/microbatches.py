@@ -16,7 +16,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from partitioner.errors import ArgumentError, NotBuiltError
-from partitioner.structures import map_tensors, tensors_in
+from partitioner.structures import described, map_tensors, tensors_in
 
 BatchDims = Mapping[str | int, int | None]
 """Argument name or position -> its own batch dimension, None: never cut. "target" is the target."""
@@ -62,8 +62,8 @@ class Cutter:
                 if tensor.dim() > dim:
                     return int(tensor.shape[dim])
         raise ArgumentError(
-            f"cannot tell the batch size: no tensor of the inputs has a dimension {self.batch_dim}; "
-            "pass tensors, or say batch_dim="
+            f"cannot tell the batch size: no tensor of the inputs, {described((*args, *kwargs.values()))}, has a "
+            f"dimension {self.batch_dim}; pass tensors, or say batch_dim="
         )
 
     def cut(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any, count: int) -> list[MicroBatch]:
@@ -87,8 +87,10 @@ class Cutter:
         targets = self._parts("target", target, size, spans)
         if target is not None and all(part is target for part in targets):
             raise ArgumentError(
-                f"the target has no tensor with {size} samples along dimension {self.batch_dim}, as the inputs have: "
-                'if its samples lie along another dimension, say so: batch_dim={"target": 0}'
+                f"the inputs, {described((*args, *kwargs.values()))}, hold {size} samples along dimension "
+                f"{self.batch_dim} (batch_dim), and the target, {described(target)}, does not: give as many targets, "
+                "say along which dimension samples lie, or in materialize that of the target alone: "
+                'batch_dim={"target": 0}'
             )
         return [
             MicroBatch(

@@ -23,6 +23,7 @@ from partitioner.errors import ArgumentError, InfeasibleError, PartitionerError
 from partitioner.forecast import CapacityReport, CurvePoint, LayoutForecast, StepParts, Variation
 from partitioner.layouts import Candidate, Demand, Found, Search, Wish, check_wish, held_by_stage
 from partitioner.losses import LossFunction
+from partitioner.microbatches import MicroBatch, as_call
 from partitioner.profiles import Profile
 from partitioner.progress import Progress, shown
 from partitioner.specs import (
@@ -41,6 +42,7 @@ from partitioner.specs import (
 from partitioner.steps import planner
 from partitioner.study import Study, most_common_dtype
 from partitioner.tracing import unwrap
+from partitioner.trial import explained
 
 CHANGES = ("batch_size", "sequence_length", "precision", "optimizer", "recompute", "shard", "gpus", "mesh")
 """What `what_if` may change."""
@@ -125,9 +127,14 @@ def capacity(
     _check(asked, what_if or {})
     if price_per_hour is not None and price_per_hour < 0:
         raise ArgumentError(f"price_per_hour={price_per_hour} is impossible: give 0 or more")
+    if most_devices is not None and (isinstance(most_devices, bool) or most_devices < 1):
+        raise ArgumentError(f"most_devices={most_devices!r} is impossible: give 1 or more")
     with shown(progress) as tell:
         tell("following the model", 0.0)
-        demand = _demand(study, asked)
+        with explained(
+            study.model, [MicroBatch(*as_call(example_inputs), example_target, study.samples)], loss_fn, batch_dim
+        ):
+            demand = _demand(study, asked)
         check_wish(asked.wish, demand, cluster.num_devices)
         tell("searching layouts", 0.6)
         search = Search(demand, asked.wish)

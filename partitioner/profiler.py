@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from partitioner.capture import FATES, Capture, CapturedLayer, CapturedTensor, capture, copied, fate
-from partitioner.errors import ArgumentError, SetupError, UnsupportedModelError
+from partitioner.errors import ArgumentError, NotBuiltError, SetupError, UnsupportedModelError
 from partitioner.joining import base_name
 from partitioner.layer_trace import DIRECTIONS, named_range, range_name, recorded, trace_folder
 from partitioner.losses import Loss, LossFunction
@@ -38,6 +38,7 @@ from partitioner.slicing import Slice, SliceRun
 from partitioner.structures import map_tensors, tensors_in
 from partitioner.surveying import alone, inseparable, survey
 from partitioner.tracing import unwrap
+from partitioner.trial import explained
 from partitioner.walking import Meter
 
 MAX_SURVEYS = 12
@@ -86,7 +87,9 @@ def profile(
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     loss = Loss(model, loss_fn, None) if loss_fn is not None or not on_meta else Loss(model, None, None)
     threads = torch.get_num_threads() if num_threads is None else num_threads
-    with shown(progress) as tell, _threads(threads), untouched(model):
+    whole = MicroBatch(args, kwargs, example_target, batch)
+    fails = explained(model, [whole, *cut], loss_fn, batch_dim)
+    with fails, shown(progress) as tell, _threads(threads), untouched(model):
         torch.manual_seed(seed)
         captures = _captures(model, parts, max_share, on_meta)
         sizes = tuple(captures)
@@ -155,7 +158,12 @@ def _device_of(model: nn.Module, device: str | torch.device | None) -> torch.dev
         kinds = Counter(parameter.device for parameter in model.parameters() if not parameter.is_meta)
         found = kinds.most_common(1)[0][0] if kinds else torch.device("cpu")
     else:
-        found = torch.device(device)
+        try:
+            found = torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise ArgumentError(f"device={device!r} is unknown to torch: use 'cpu', 'cuda' or 'cuda:1'") from error
+    if found.type not in ("cpu", "cuda"):
+        raise NotBuiltError(f"device={str(found)!r} is not built in this version; use 'cpu' or 'cuda'")
     if found.type == "cuda" and not torch.cuda.is_available():
         raise SetupError(f"cannot measure on {found}: torch finds no CUDA device here; use device='cpu'")
     return found

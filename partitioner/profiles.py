@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import secrets
 from pathlib import Path
-from typing import Annotated, Final, Literal, Self, TypeVar
+from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
 from partitioner.display import Shown
-from partitioner.errors import ArgumentError
+from partitioner.errors import ArgumentError, SetupError
 from partitioner.specs import Bytes, Frozen, Seconds
 
 FORMAT_VERSION: Final = 1
@@ -261,6 +262,14 @@ class Profile(Shown, Frozen):
 
 def write_whole(path: Path, text: str) -> None:
     """Write beside the target, then rename: nobody ever sees half a file. Links are followed, pipes written into."""
+    check_writable(path)
+    try:
+        _write(path, text)
+    except OSError as error:
+        raise SetupError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _write(path: Path, text: str) -> None:
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")
         return
@@ -279,14 +288,69 @@ Kind = TypeVar("Kind", bound=Frozen)
 
 
 def read_checked(kind: type[Kind], path: str | os.PathLike[str]) -> Kind:
-    """Read a JSON file of that kind; anything else is an ArgumentError that names the field."""
+    """Read a JSON file of that kind; anything else is an ArgumentError that says what it is, or names the field."""
+    content = read_json(path)
     try:
-        return kind.model_validate_json(Path(path).read_bytes())
-    except FileNotFoundError:
-        raise ArgumentError(f"there is no file {os.fspath(path)}") from None
-    except OSError as error:
-        raise ArgumentError(f"cannot read {os.fspath(path)}: {error.strerror}") from None
+        return kind.model_validate_json(json.dumps(content))
     except ValidationError as error:
-        first = error.errors()[0]
+        shown, first = os.fspath(path), error.errors()[0]
+        found, version = kind_of(content), content.get("version") if isinstance(content, dict) else None
+        if found not in (kind.__name__, None):
+            raise ArgumentError(f"{shown} holds a {found}, and a {kind.__name__} is needed here") from None
+        if found is not None and version != (wanted := kind.model_fields["version"].default):
+            raise ArgumentError(
+                f"{shown} is a {found} of format {version}, this partitioner reads format {wanted}: make it again"
+            ) from None
         where = ".".join(map(str, first["loc"])) or "the file"
-        raise ArgumentError(f"{os.fspath(path)} is not a {kind.__name__}: {where}: {first['msg']}") from None
+        raise ArgumentError(f"{shown} is not a {kind.__name__}: {where}: {first['msg']}") from None
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """What a JSON file holds; an ArgumentError where there is none."""
+    shown = os.fspath(path)
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        return json.loads(text)
+    except FileNotFoundError:
+        raise ArgumentError(f"there is no file {shown}") from None
+    except OSError as error:
+        raise ArgumentError(f"cannot read {shown}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ArgumentError(f"{shown} is not JSON, nor text at all") from None
+    except ValueError as error:
+        raise ArgumentError(f"{shown} is {'not JSON: ' + str(error) if text.strip() else 'empty'}") from None
+
+
+def kind_of(content: Any) -> str | None:
+    """What a file of ours holds, told by its fields.
+
+    >>> kind_of({"layers": [], "tensors": []}), kind_of({"traceEvents": []}), kind_of([])
+    ('Profile', 'trace', None)
+    """
+    fields = set(content) if isinstance(content, dict) else set()
+    return next((kind for kind, its in _FIELDS.items() if its <= fields), None)
+
+
+_FIELDS = {
+    "Plan": {"stages", "profile"},
+    "CapacityReport": {"best", "curve"},
+    "Profile": {"layers", "tensors"},
+    "trace": {"traceEvents"},
+}
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Refuse a file that cannot be written, before the work whose result it is to hold."""
+    target = Path(path)
+    folder = target.parent
+    if target.is_dir():
+        why = "it is a folder: name a file in it"
+    elif folder.exists() and not folder.is_dir():
+        why = f"{folder} is no folder"
+    elif not folder.exists():
+        why = f"there is no folder {folder}: make it first"
+    elif not os.access(target if target.exists() else folder, os.W_OK):
+        why = "permission denied"
+    else:
+        return
+    raise ArgumentError(f"cannot write {os.fspath(path)}: {why}")

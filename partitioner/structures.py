@@ -189,3 +189,22 @@ def _collect(item: Any, found: list[torch.Tensor]) -> None:
         if inside is not None:
             for part in inside.parts:
                 _collect(part, found)
+
+
+def described(value: Any) -> str:
+    """
+    >>> described(torch.zeros(2, 3)), described(torch.tensor([3, 9])), described({"ids": None})
+    ('float32 (2, 3)', 'int64 (2,) of 3 to 9', '{ids: None}')
+    """
+    if isinstance(value, torch.Tensor):
+        text = f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+        if not value.is_floating_point() and not value.is_complex() and value.numel() and not value.is_meta:
+            text += f" of {value.min().item()} to {value.max().item()}"
+        return text if value.device.type == "cpu" else f"{text} on {value.device}"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {described(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (tuple, list)) and tensors_in(value):
+        return "(" + ", ".join(map(described, value)) + ")"
+    if value is None or isinstance(value, (bool, int, float)):
+        return str(value)
+    return f"a {type(value).__name__}"

@@ -25,12 +25,17 @@ from partitioner.selfcheck import worst_difference
 from partitioner.specs import Frozen, Seconds
 from partitioner.structures import map_tensors
 from partitioner.tracing import unwrap
+from partitioner.trial import explained
 
 TOLERANCE = 1e-5
 """fp32: max|g - ref| <= 1e-5 x max(max|ref|, 1e-4 x the model's largest gradient)."""
 WEIGHT_STEPS = 5
 """Weights are compared after at most so many steps. Rounding grows with every step, and where it carries a ReLU's input
 over zero a gradient jumps: a T5 whose float64 weights agree within 4e-14 after 8 steps is 1.2e-5 apart in fp32."""
+
+
+FULL_SHARE = 0.97
+"""Ranks that had a processor for less of their forwards and backwards tell of the machine, not of the plan."""
 
 
 class Verification(Shown, Frozen):
@@ -67,6 +72,9 @@ class Verification(Shown, Frozen):
     measured_speedup: float
     predicted_efficiency: float
     measured_efficiency: float
+    processor_share: float | None = None
+    """Of the rank that had the least: the part of its forwards and backwards in which it had a processor; median of the
+    steps after the first. None where devices compute."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -78,6 +86,14 @@ class Verification(Shown, Frozen):
     def prediction_error(self) -> float:
         """Predicted / measured step time - 1."""
         return self.predicted_step_s / self.measured_step_s - 1
+
+    def _processors(self) -> str:
+        share = self.processor_share
+        assert share is not None
+        told = f"a rank had its own for {min(share, 1.0):.1%} of its forwards and backwards"
+        if share >= FULL_SHARE:
+            return told
+        return f"{told}: below {FULL_SHARE:.0%}, other work kept them, and these times judge this machine, not the plan"
 
     def page(self) -> Page:
         """What a terminal shows."""
@@ -108,6 +124,7 @@ class Verification(Shown, Frozen):
                     f"({self.single_step_s * 1e3:.1f} ms)",
                 ),
                 ("efficiency", f"predicted {self.predicted_efficiency:.1%}, measured {self.measured_efficiency:.1%}"),
+                *((("processors", self._processors()),) if self.processor_share is not None else ()),
             )
         )
         title = (
@@ -151,7 +168,10 @@ def verify(
     notes: list[str] = []
     with shown(progress) as tell, as_it_was(model):
         tell("starting the ranks", 0.0)
-        if _is_random(model, MicroBatch(args, kwargs, target, plan.training.batch_size), loss):
+        whole = MicroBatch(args, kwargs, target, plan.training.batch_size)
+        with explained(model, [whole], loss_fn, plan.training.batch_dim):
+            random = _is_random(model, whole, loss)
+        if random:
             model.eval()
             notes.append("the model draws random numbers in training (dropout), so both sides ran in eval mode")
         ranks = launch(
@@ -232,7 +252,7 @@ def on_rank(
         optimizer = torch.optim.SGD(stage.parameters(), learning_rate)
         part = Cutter(plan.training.batch_dim).cut(args, kwargs, target, stage.dp_size)[stage.dp_rank]
         inputs = part.kwargs if not part.args else part.args
-        losses, gradients, weights, step_s, bubbles = [], {}, {}, [], []
+        losses, gradients, weights, step_s, bubbles, shares = [], {}, {}, [], [], []
         for step in range(steps):
             losses.append(float(stage.train_step(inputs, part.target)))
             if step == 0:
@@ -240,11 +260,19 @@ def on_rank(
             timeline = stage.timeline()
             step_s.append(timeline.step_s)
             bubbles.append(timeline.bubble_fraction)
+            shares.append(stage.processor_share())
             optimizer.step()
             optimizer.zero_grad()
             if step == min(steps, WEIGHT_STEPS) - 1:
                 weights = {name: parameter.detach().cpu().clone() for name, parameter in stage.named_parameters()}
-    return {"losses": losses, "gradients": gradients, "weights": weights, "step_s": step_s, "bubbles": bubbles}
+    return {
+        "losses": losses,
+        "gradients": gradients,
+        "weights": weights,
+        "step_s": step_s,
+        "bubbles": bubbles,
+        "shares": shares,
+    }
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:
@@ -369,8 +397,15 @@ def compared(
         measured_speedup=speedup,
         predicted_efficiency=prediction.efficiency,
         measured_efficiency=speedup / plan.num_ranks,
+        processor_share=_least_share(ranks),
         notes=notes,
     )
+
+
+def _least_share(ranks: list[dict[str, Any]]) -> float | None:
+    """Of each rank the median of its steps after the first; of these the least."""
+    of_ranks = [[share for share in rank.get("shares", [])[1:] if share is not None] for rank in ranks]
+    return min((statistics.median(shares) for shares in of_ranks if shares), default=None)
 
 
 def _joined(ranks: list[dict[str, Any]], what: str) -> dict[str, torch.Tensor]:

@@ -14,8 +14,9 @@ import pytest
 from drawn_plans import drawn_plan
 from given import given_plan, given_profile
 
-from partitioner import cli, errors
+from partitioner import __version__, cli, errors
 from partitioner.forecast import CapacityReport
+from partitioner.options import CAPACITY, PLANNING, TRAINING, parser
 from partitioner.plan import Plan, load
 from partitioner.profiles import Profile
 from partitioner.report import render
@@ -141,11 +142,14 @@ def test_show_timeline_draws_every_rank(run: Any, plan_file: str) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (None, "cannot read thing.json: No such file"),
+        (None, "there is no file thing.json"),
         ("not json", "not JSON"),
-        ("[1]", "neither a plan nor a profile"),
-        ('{"stages": 3}', "not a Plan: "),
-        ('{"layers": 3}', "not a Profile: "),
+        ("", "thing.json is empty"),
+        ("[1]", "no plan, profile or capacity report"),
+        ('{"stages": 3, "profile": 3, "version": 2}', "not a Plan: "),
+        ('{"layers": 3, "tensors": 3, "version": 1}', "not a Profile: "),
+        ('{"layers": 3, "tensors": 3, "version": 7}', "a Profile of format 7, this partitioner reads format 1"),
+        ('{"traceEvents": []}', "but a trace"),
     ],
 )
 def test_a_file_that_cannot_be_shown_is_a_usage_error(run: Any, folder: Path, content: str | None, said: str) -> None:
@@ -156,6 +160,72 @@ def test_a_file_that_cannot_be_shown_is_a_usage_error(run: Any, folder: Path, co
     assert said in ran.err
     assert ran.out == ""
     assert "Traceback" not in ran.err
+
+
+def test_python_m_partitioner_is_the_same_command() -> None:
+    command = [sys.executable, "-m", "partitioner", "--version"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ran.stdout == f"partitioner {__version__}\n"
+
+
+def test_a_capacity_report_is_shown_too(run: Any, folder: Path) -> None:
+    (folder / "job.py").write_text(
+        "import torch\nfrom torch import nn\ndef make(): return nn.Linear(8, 8), torch.zeros(16, 8)\n"
+    )
+    made = run("capacity", "job.py:make", "--gpus", "2xH100", "--no-curve", "-o", "report.json")
+    assert (made.code, run("show", "report.json").out) == (0, made.out)
+
+
+@pytest.mark.parametrize("command", ["plan", "profile", "capacity"])
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("none/x.json", "there is no folder none: make it first"),
+        ("here", "it is a folder: name a file in it"),
+        ("here/file/x.json", "here/file is no folder"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_told_before_the_work(
+    run: Any, folder: Path, command: str, path: str, why: str
+) -> None:
+    (folder / "here").mkdir()
+    (folder / "here" / "file").touch()
+    ran = run(command, "nowhere:make", "--gpus" if command != "profile" else "--device", "cpu", "-o", path)
+    assert (ran.code, ran.err) == (2, f"error: cannot write {path}: {why}\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--check", "first"), "--check is of the model's own run"),
+        (("--seed", "1"), "--seed is of the model's own run"),
+        (("--batch-dim", "1"), "--batch-dim 1: profile.json was measured with samples along dimension 0"),
+        (("--precision", "bf16"), "precision='bf16' is not built in this version; use 'fp32'"),
+        (("--recompute", "h.0"), "naming layers is not built"),
+    ],
+)
+def test_options_that_a_profile_alone_cannot_follow_are_refused(
+    run: Any, folder: Path, options: tuple[str, ...], says: str
+) -> None:
+    given_profile().save(folder / "profile.json")
+    ran = run("plan", "--profile", "profile.json", "--gpus", "2xH100", "--batch-size", "8", *options)
+    assert ran.code == 2
+    assert says in ran.err
+
+
+def test_a_plan_from_a_profile_alone_follows_objective_and_recompute(run: Any, folder: Path) -> None:
+    given_profile().save(folder / "profile.json")
+    common = ("plan", "--profile", "profile.json", "--gpus", "2xH100", "--batch-size", "8", "--json")
+    for option, value in (("objective", "throughput"), ("recompute", "always")):
+        plan = Plan.model_validate_json(run(*common, f"--{option}", value).out)
+        assert getattr(plan.training, option) == value
+
+
+def test_plan_and_capacity_take_the_same_options_of_a_training() -> None:
+    for command, names in (("plan", PLANNING), ("capacity", CAPACITY)):
+        made = vars(parser("").parse_args([command, "a:b"]))
+        assert set(names) <= made.keys()
+        assert set(TRAINING) <= set(names)
 
 
 def test_a_profile_has_no_timeline(run: Any, folder: Path) -> None:
@@ -183,7 +253,7 @@ def test_each_error_has_its_exit_code_and_is_one_line(
     def fail(_: object) -> cli.Outcome:
         raise kind("24 layers, 2 devices")
 
-    monkeypatch.setattr(cli, "_show", fail)
+    monkeypatch.setitem(cli.COMMANDS, "show", fail)
     ran = run("show", "x")
     assert (ran.code, ran.out, ran.err) == (EXIT_CODES[kind], "", "error: 24 layers, 2 devices\n")
     ran = run("show", "x", "--json")
@@ -205,7 +275,7 @@ def test_an_interrupt_is_130(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(_: object) -> cli.Outcome:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_show", interrupted)
+    monkeypatch.setitem(cli.COMMANDS, "show", interrupted)
     ran = run("show", "x")
     assert (ran.code, ran.out, ran.err) == (130, "", "interrupted\n")
 
@@ -214,14 +284,14 @@ def test_a_missing_package_is_a_setup_error_and_ours_is_a_bug(run: Any, monkeypa
     def missing(_: object) -> cli.Outcome:
         raise ModuleNotFoundError("No module named 'scipy'", name="scipy.optimize")
 
-    monkeypatch.setattr(cli, "_show", missing)
+    monkeypatch.setitem(cli.COMMANDS, "show", missing)
     ran = run("show", "x")
     assert (ran.code, ran.err) == (5, "error: the package scipy is missing: pip install scipy\n")
 
     def bug(_: object) -> cli.Outcome:
         raise ModuleNotFoundError("No module named 'partitioner.gone'", name="partitioner.gone")
 
-    monkeypatch.setattr(cli, "_show", bug)
+    monkeypatch.setitem(cli.COMMANDS, "show", bug)
     with pytest.raises(ModuleNotFoundError, match="gone"):
         run("show", "x")
 
@@ -233,7 +303,7 @@ def test_what_a_model_prints_is_no_result(run: Any, monkeypatch: pytest.MonkeyPa
         subprocess.run([sys.executable, "-c", "print('from a child')"], check=True)
         return cli.Outcome(given_plan())
 
-    monkeypatch.setattr(cli, "_show", chatty)
+    monkeypatch.setitem(cli.COMMANDS, "show", chatty)
     ran = run("show", "x", "--json")
     assert Plan.model_validate_json(ran.out) == given_plan()
     for source in ("Python", "C", "a child"):
@@ -244,7 +314,7 @@ def test_debug_adds_the_traceback(run: Any) -> None:
     ran = run("show", "gone.json", "--debug")
     assert ran.code == 2
     assert "Traceback" in ran.err
-    assert ran.err.endswith("error: cannot read gone.json: No such file or directory\n")
+    assert ran.err.endswith("error: there is no file gone.json\n")
 
 
 @pytest.mark.parametrize(

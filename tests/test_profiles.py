@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from given import given_profile
+from given import given_plan, given_profile
 from hypothesis import given
 from hypothesis import strategies as st
 
-from partitioner.errors import ArgumentError
+from partitioner.errors import ArgumentError, SetupError
 from partitioner.profiles import Layer, LayerCost, Parameter, Profile, write_whole
 
 
@@ -93,10 +93,10 @@ def changed(**fields: Any) -> str:
 @pytest.mark.parametrize(
     ("text", "field"),
     [
-        ("{", "Invalid JSON"),
+        ("{", "not JSON"),
         ("[]", "the file"),
         (changed(surprise=1), "surprise"),
-        (changed(version=2), "version"),
+        (changed(version=2), "a Profile of format 2, this partitioner reads format 1"),
         (changed(provenance="guessed"), "provenance"),
         (changed(layers=[]), "layers"),
         (changed(optimizer_s=-1), "optimizer_s"),
@@ -108,7 +108,7 @@ def changed(**fields: Any) -> str:
 def test_a_file_that_is_no_profile_is_refused_by_the_field(tmp_path: Path, text: str, field: str) -> None:
     path = tmp_path / "p.json"
     path.write_text(text)
-    with pytest.raises(ArgumentError, match=rf"p\.json is not a Profile: .*{field}"):
+    with pytest.raises(ArgumentError, match=rf"p\.json is .*{field}"):
         Profile.load(path)
 
 
@@ -119,7 +119,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_a_folder_or_a_binary_file_is_refused_like_any_other(tmp_path: Path) -> None:
     (tmp_path / "p.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ArgumentError, match="not a Profile"):
+    with pytest.raises(ArgumentError, match="not JSON"):
         Profile.load(tmp_path / "p.json")
     with pytest.raises(ArgumentError, match="cannot read"):
         Profile.load(tmp_path)
@@ -164,10 +164,23 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, mon
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(SetupError, match=r"cannot write .*p\.json: No space"):
         given_profile().save(path)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_without_rights_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(ArgumentError, match="permission denied"):
+        given_profile().save(tmp_path / "p.json")
+
+
+def test_a_file_of_another_kind_is_named(tmp_path: Path) -> None:
+    given_plan().save(tmp_path / "plan.json")
+    with pytest.raises(ArgumentError, match=r"plan\.json holds a Plan, and a Profile is needed here"):
+        Profile.load(tmp_path / "plan.json")
 
 
 def test_a_write_replaces_the_whole_file(tmp_path: Path) -> None:

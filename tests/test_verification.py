@@ -94,6 +94,32 @@ def test_a_wrong_gradient_on_one_rank_does_not_pass(tied: tuple[pt.Plan, models.
     assert not compared(plan, [side(0.5), side(0.5001)], single, 2, ()).passed
 
 
+def test_ranks_that_had_no_processor_of_their_own_are_told(tied: tuple[pt.Plan, models.Case, pt.Verification]) -> None:
+    """Of each rank the median after the first step, of these the least; below 0.97 the times are of the machine."""
+    plan, _, result = tied
+    assert result.processor_share is not None
+    assert 0 < result.processor_share < 1.05
+    side = {
+        "losses": [1.0] * 4,
+        "gradients": {},
+        "weights": {},
+        "whole": None,
+        "step_s": [0.1] * 4,
+        "bubbles": [0.2] * 4,
+    }
+    single = {**side, "step_s": 0.2}
+    ranks = [{**side, "shares": [0.1, 0.99, 0.98, 0.97]}, {**side, "shares": [0.1, 0.6, 0.8, 0.9]}]
+    busy = compared(plan, ranks, single, 4, ())
+    assert busy.processor_share == 0.8
+    text = " ".join(str(busy).split())
+    assert "its own for 80.0% of its forwards and backwards: below 97%" in text
+    assert "these times judge this machine, not the plan" in text
+    quiet = compared(plan, ranks[:1], single, 4, ())
+    assert "98.0% of its forwards and backwards" in str(quiet)
+    assert "judge this machine" not in str(quiet)
+    assert "processors" not in str(compared(plan, [{**side, "shares": [None] * 4}], single, 4, ()))
+
+
 def test_dropout_is_compared_in_eval_mode_and_said() -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 8))

@@ -56,6 +56,7 @@ class Recorder:
             for stage in range(mesh.num_stages)
         }
         self._notes = _Notes()
+        self._computed_s = self._processor_s = 0.0
         self._ours = {id(parameter) for parameter in parameters}
         self._update_began: Any = None
         self._hooks = [
@@ -66,13 +67,22 @@ class Recorder:
     def begin(self) -> None:
         """A new step: forget the last one."""
         self._notes = _Notes()
+        self._computed_s = self._processor_s = 0.0
 
     @contextmanager
     def span(self, kind: str, microbatch: int = -1) -> Iterator[None]:
         """What happens inside takes this rank's time."""
-        start = self._now()
+        start, before = self._now(), time.thread_time()
         yield
-        self._notes.spans.append(Span(self._mesh.rank, kind, self._mesh.stage, microbatch, start, self._now()))
+        span = Span(self._mesh.rank, kind, self._mesh.stage, microbatch, start, self._now())
+        self._notes.spans.append(span)
+        if kind in "FBIW" and self._mesh.device.type != "cuda":
+            self._computed_s += span.end_s - span.start_s
+            self._processor_s += time.thread_time() - before
+
+    def processor_share(self) -> float | None:
+        """The part of this rank's forwards and backwards in which its thread had a processor; None on a device."""
+        return self._processor_s / self._computed_s if self._computed_s else None
 
     @contextmanager
     def receiving(self, source: int, microbatch: int) -> Iterator[None]:

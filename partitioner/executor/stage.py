@@ -296,6 +296,13 @@ class LiveStage:
         with self._failures.caught():
             return self._recorder.timeline()
 
+    def processor_share(self) -> float | None:
+        """The part of this rank's forwards and backwards of the last step in which its thread had a processor.
+
+        Below 0.97 something else kept this machine's processors, and the step's time is not the plan's. None on CUDA.
+        """
+        return self._recorder.processor_share()
+
     # -- life
 
     def close(self) -> None:
