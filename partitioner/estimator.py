@@ -20,7 +20,7 @@ from partitioner.capture import Capture, capture
 from partitioner.kernels import record_work
 from partitioner.losses import LossFunction
 from partitioner.metarun import choose_layers, on_meta
-from partitioner.microbatches import Cutter, MicroBatch, as_call
+from partitioner.microbatches import Cutter, MicroBatch, as_call, usual_sizes
 from partitioner.profiles import Layer, LayerCost, Profile, Tensor
 from partitioner.progress import Progress, shown
 from partitioner.rates import Precision
@@ -53,15 +53,15 @@ def estimate(
 
     `example_inputs`: one batch (tensor, tuple = arguments, dict = keywords). `device`: its name in the catalog or in
     the user's own file (`hardware`). `precision`: what the step is run in; bytes and rates follow. `fused`: elementwise
-    chains run as one kernel (torch.compile). `microbatch_sizes`: samples; None: an eighth and a half of the batch.
+    chains run as one kernel (torch.compile). `microbatch_sizes`: samples; None: an eighth and a half of the batch, of
+    two or more.
     Each layer's spread is the error band of the constants, times its seconds.
     """
     model = unwrap(model)
     args, kwargs = as_call(example_inputs)
     cutter = Cutter(batch_dim)
     batch = max(1, cutter.batch_size(args, kwargs))
-    wanted = {max(1, batch // 8), max(1, batch // 2)} if microbatch_sizes is None else set(microbatch_sizes)
-    sizes = tuple(sorted(wanted))
+    sizes = tuple(sorted(set(usual_sizes(batch) if microbatch_sizes is None else microbatch_sizes)))
     part = cutter.cut(args, kwargs, example_target, max(1, batch // sizes[-1]))[0]
     fails = explained(model, [MicroBatch(args, kwargs, example_target, batch), part], loss_fn, batch_dim)
     with fails, shown(progress) as tell:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,8 +61,9 @@ def record_work(
     """What each of `layers` runs, forward and backward; the model is left as it was.
 
     `layers`: ids as in a capture ("h.3", "norm#1"), in the order of their calls; the glue before the first one counts
-    to it. `sizes`: micro-batch sizes to record, None: 1 and 2 where the batch allows it. With no `loss_fn` the model's
-    own loss is used, or else the backward starts from ones at its outputs. `training=False`: no backward.
+    to it. `sizes`: micro-batch sizes to record, None: 1 and 2 where the batch allows it, or 2 and 4 where a layer
+    refuses one sample. With no `loss_fn` the model's own loss is used, or else the backward starts from ones at its
+    outputs. `training=False`: no backward.
     A model that decides by values is run for real where its parameters are; on the meta device it is refused by an
     UnsupportedModelError.
     """
@@ -73,13 +74,22 @@ def record_work(
         batch = cutter.batch_size(args, kwargs)
     except ValueError:
         batch = 1
-    sizes = sorted({1, min(2, batch)} if sizes is None else set(sizes))
-    recorded: list[tuple[LayerWork, ...]] = []
-    for size in sizes:
-        part = MicroBatch(args, dict(kwargs), example_target, batch)
-        if size < batch:
-            part = cutter.cut(args, kwargs, example_target, math.ceil(batch / size))[0]
-        recorded.append(_record(model, part, layers, loss_fn, training))
+
+    def at(wanted: Iterable[int]) -> tuple[list[int], list[tuple[LayerWork, ...]]]:
+        parts = []
+        for size in sorted(set(wanted)):
+            whole = MicroBatch(args, dict(kwargs), example_target, batch)
+            parts.append(
+                cutter.cut(args, kwargs, example_target, math.ceil(batch / size))[0] if size < batch else whole
+            )
+        return [part.samples for part in parts], [_record(model, part, layers, loss_fn, training) for part in parts]
+
+    try:
+        sizes, recorded = at((1, min(2, batch)) if sizes is None else sizes)
+    except ValueError:  # BatchNorm of a single value has no variance
+        if sizes is not None or batch < 2:
+            raise
+        sizes, recorded = at((2, min(4, batch)))
     if len(recorded) == 2 and any(
         len(a.forward) != len(b.forward) or len(a.backward) != len(b.backward) for a, b in zip(*recorded, strict=True)
     ):

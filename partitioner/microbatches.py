@@ -117,6 +117,18 @@ class Cutter:
         return [part(*span) for span in spans]
 
 
+def usual_sizes(batch: int) -> tuple[int, ...]:
+    """Micro-batches whose costs tell a call's from a sample's: an eighth and a half of the batch, of two or more.
+
+    One sample is no batch: BatchNorm cannot train on it.
+
+    >>> usual_sizes(64), usual_sizes(8), usual_sizes(1)
+    ((8, 32), (2, 4), (1,))
+    """
+    small = max(2, batch // 8)
+    return tuple(sorted({min(batch, small), min(batch, max(2 * small, batch // 2))}))
+
+
 def _is_cut(tensor: torch.Tensor, dim: int, size: int) -> bool:
     return tensor.dim() > dim and tensor.shape[dim] == size
 

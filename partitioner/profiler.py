@@ -28,7 +28,7 @@ from partitioner.errors import ArgumentError, NotBuiltError, SetupError, Unsuppo
 from partitioner.joining import base_name
 from partitioner.layer_trace import DIRECTIONS, named_range, range_name, recorded, trace_folder
 from partitioner.losses import Loss, LossFunction
-from partitioner.microbatches import Cutter, MicroBatch, as_call
+from partitioner.microbatches import Cutter, MicroBatch, as_call, usual_sizes
 from partitioner.parts import Payload
 from partitioner.profiles import Layer, LayerCost, Profile, Tensor
 from partitioner.progress import Progress, shown
@@ -144,10 +144,7 @@ def profile(
 
 
 def _sizes(batch: int, wanted: Sequence[int] | None) -> tuple[int, ...]:
-    if wanted is None:  # one sample is no batch: BatchNorm in training cannot run it
-        small = max(2, batch // 8)
-        wanted = [min(batch, small), min(batch, max(2 * small, batch // 2))]
-    sizes = sorted(set(wanted))
+    sizes = sorted(set(usual_sizes(batch) if wanted is None else wanted))
     if sizes[0] < 1 or sizes[-1] > batch:
         raise ArgumentError(f"micro-batches of {sizes} samples cannot be cut from a batch of {batch}: use 1 to {batch}")
     return tuple(sizes)

@@ -45,6 +45,8 @@ class Constants:
     """The same where fp32 runs on matrix units."""
     misaligned: float
     """Rate of a matmul on tensor cores whose rows are no multiple of 16 bytes."""
+    misaligned_batched: float
+    """The same of a batched matmul, which falls off the tensor cores."""
     ragged: float
     """The same where they are, but no multiple of 128 bytes."""
     fp8_cast: float
@@ -101,7 +103,7 @@ class Constants:
     overlap: float
     """Share of a collective that disappears behind arithmetic where the framework overlaps the two."""
     straggler: float
-    """Waiting for the slowest of n replicas, of their step, times log2(n)."""
+    """Seconds of waiting for the slower of two replicas whose step is one second."""
     shared_host: float
     """Slowing of k replicas that share a host which prepares their inputs, of their step, times log2(k)."""
     replica_base_s: float
@@ -111,6 +113,10 @@ class Constants:
     step_base_s: float
     """What a step takes beside its kernels: data, logging, synchronisation."""
     error_band: float = 0.0
+
+    def waiting_s(self, replicas: int, step_s: float) -> float:
+        """For the slowest replica. Delays of a step's pieces are independent, so that they add up as their root."""
+        return self.straggler * math.log2(replicas) * math.sqrt(step_s)
 
 
 @functools.cache
@@ -268,7 +274,8 @@ class Rates:
             extra = cast * batch * (m * k + k * n) / self.moved_per_s
         rate = self._achieved(precision) * (c.batched if batch > 1 else 1.0)
         if precision != "fp32":
-            rate *= c.misaligned if n % 8 or k % 8 else c.ragged if n % 64 or k % 64 else 1.0
+            misaligned = c.misaligned_batched if batch > 1 else c.misaligned
+            rate *= misaligned if n % 8 or k % 8 else c.ragged if n % 64 or k % 64 else 1.0
         return c.launch_s + max(memory_s, matmul_seconds(batch, m, n, k, rate, self.processors, c)) + extra
 
     # -- collectives

@@ -28,7 +28,11 @@ from partitioner.specs import SCHEDULES, Cluster, Link, Recompute, ScheduleName,
 from partitioner.work import LayerWork, ModelWork
 
 LATER = {"zero-bubble": 2, "zero-bubble-h2": 3, "zero-bubble-v": 3}
-"""How many W of a micro-batch fill each place of the bubble (Qi et al. 2023, https://arxiv.org/abs/2401.10241)."""
+"""How many W of a micro-batch fill each place of the bubble (Qi et al. 2023, https://arxiv.org/abs/2401.10241).
+
+Without a barrier and with room for 2 p micro-batches only the first rank's wait for its last B is left, which it fills
+with the W of all micro-batches but one: (p - 1) (F + I) - (m - 1) W, the closed form of that paper's ZB-2p.
+"""
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,13 @@ class Layout:
     """Operands of fp8 matmuls are narrowed in the kernels that make them (Transformer Engine), not in their own."""
     gradient_bytes: float | None = None
     """Width of a gradient element as it is reduced; None: 4 in fp32 and tf32, else 2."""
+    accumulated_bytes: float | None = None
+    """Moved an element to add a micro-batch's gradients to the sum; None: the sum read and written, and the new
+    gradient read, unless `fused` (the matmul itself adds)."""
+    barrier: bool = True
+    """Ranks wait for each other at the end of a step. Only "zero-bubble-h2" gains by going on."""
+    blocking: bool = False
+    """The host waits for each kernel before it launches the next one (CUDA_LAUNCH_BLOCKING=1)."""
     per_node: int | None = None
     """Devices of a node; None: the cluster's, or 8."""
 
@@ -229,7 +240,10 @@ class Planner:
         bubble = (sum(totals) - totals[slowest]) / v
         if layout.schedule in LATER:
             mean_s = sum(stage.weight_s for own in ranks for stage in own) / p
-            bubble = max(0.0, bubble - min(LATER[layout.schedule] * (p - 1), m) * mean_s / v)
+            filled = min(LATER[layout.schedule] * (p - 1), m)
+            if layout.schedule == "zero-bubble-h2" and not layout.barrier:
+                filled = p + m - 2
+            bubble = max(0.0, bubble - filled * mean_s / v)
         own = ranks[slowest]
 
         def part(name: str) -> float:
@@ -238,8 +252,7 @@ class Planner:
         parameters = [self._rank_parameters(layers, bounds[r::p], layout) for r in range(p)]
         dp_s = max(self._reduce(count, own_stages, layout) for count, own_stages in zip(parameters, ranks, strict=True))
         if layout.dp > 1:
-            straggler = self.rates.constants.straggler * math.log2(layout.dp)
-            dp_s += straggler * m * totals[slowest] + self.rates.constants.replica_base_s
+            dp_s += self.rates.constants.waiting_s(layout.dp, m * totals[slowest]) + self.rates.constants.replica_base_s
         optimizer_s = self.optimizer_seconds(max(parameters), layout, optimizer_moved_bytes)
         c = self.rates.constants
         compute_s, recompute_s = part("forward_s") + part("backward_s"), part("recompute_s")
@@ -274,15 +287,16 @@ class Planner:
             sum(one.forward_reduce_s for one in own),
             sum(one.backward_reduce_s for one in own),
         )
-        forward = _longer(own, "forward", forward_reduce - self.rates.constants.host_microbatch_s)
-        backward = _longer(own, "backward", backward_reduce)
+        together = _sum if layout.blocking else _longer
+        forward = together(own, "forward", forward_reduce - self.rates.constants.host_microbatch_s)
+        backward = together(own, "backward", backward_reduce)
         again = 0.0
         tp_s = forward_reduce + backward_reduce
         if layout.recompute == "always":
             again = forward
             tp_s += forward_reduce * layout.recompute_share
         elif layout.recompute == "selective":
-            again = _longer(own, "again", 0.0)
+            again = together(own, "again", 0.0)
         again *= layout.recompute_share
         send = 0.0
         if layout.num_stages > 1:
@@ -304,6 +318,8 @@ class Planner:
         narrow = 4.0 if self.precision in ("fp32", "tf32") else 2.0
         elements = sum(rank_parameters(work, layout.tp) for work in layers)
         moved = 2 * width + (0.0 if layout.fused else narrow)
+        if layout.accumulated_bytes is not None:
+            moved = layout.accumulated_bytes
         return elements * moved / self.rates.moved_per_s
 
     def _gradient_bytes(self, layout: Layout) -> float:
@@ -424,8 +440,8 @@ def data_parallel_speedup(
     c = network.constants
     reduce_s = network.all_reduce_s(gradient_bytes, ranks, min(ranks, per_node))
     exposed = max(reduce_s - c.overlap * backward_share * single_s, (1 - c.overlap) * reduce_s)
-    waiting = c.straggler * math.log2(ranks) + c.shared_host * math.log2(min(ranks, per_node))
-    together_s = single_s * (1 + waiting) + exposed + c.replica_base_s
+    shared_s = c.shared_host * math.log2(min(ranks, per_node)) * single_s
+    together_s = single_s + c.waiting_s(ranks, single_s) + shared_s + exposed + c.replica_base_s
     return ranks * single_s / together_s
 
 
@@ -477,6 +493,11 @@ def _longer(layers: Sequence[LayerSeconds], part: str, reduce_s: float) -> float
     device = sum(getattr(layer, part)[0] for layer in layers)
     host = sum(getattr(layer, part)[1] for layer in layers)
     return float(max(device, host - reduce_s))
+
+
+def _sum(layers: Sequence[LayerSeconds], part: str, reduce_s: float) -> float:
+    """Device and host one after the other."""
+    return float(sum(sum(getattr(layer, part)) for layer in layers)) + max(0.0, -reduce_s)
 
 
 def replaced(layout: Layout, **changes: object) -> Layout:

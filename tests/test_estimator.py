@@ -48,6 +48,16 @@ def test_an_estimate_is_saved_and_read_like_any_profile(tmp_path: Path) -> None:
     assert pt.Profile.load(tmp_path / "profile.json") == profile
 
 
+@pytest.mark.parametrize("batch", [2, 3, 16])
+def test_layers_that_refuse_one_sample_are_estimated_from_more(batch: int) -> None:
+    model = nn.Sequential(nn.Linear(64, 4096), nn.BatchNorm1d(4096), nn.Linear(4096, 8))
+    profile = estimate(model, torch.zeros(batch, 64), device="T4")
+    assert min(profile.microbatch_sizes) >= 2
+    wider = estimate(model, torch.zeros(batch, 64), device="T4", microbatch_sizes=(1 << 12, 1 << 16))
+    moved = [cost.forward_s for cost in wider.layers[1].costs]
+    assert moved[1] == pytest.approx(16 * moved[0], rel=0.2)  # by the sample, once they outweigh the call
+
+
 def test_every_layer_carries_the_error_band() -> None:
     profile = estimate(small(), torch.zeros(8, 64), device="A100-80GB")
     for layer in profile.layers:

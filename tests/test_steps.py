@@ -9,7 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from partitioner.actions import Table, chain
+from partitioner.clock import Replica, StageCost, Transfer, run_clock
 from partitioner.errors import ArgumentError
+from partitioner.ordering import Room, search_order
 from partitioner.specs import Cluster
 from partitioner.steps import Layout, balanced, data_parallel_speedup, planner, rank_parameters, training_step
 from partitioner.work import Kernel, LayerWork, ModelWork
@@ -70,6 +73,41 @@ def test_interleaving_divides_the_bubble_by_the_stages_of_a_rank() -> None:
     weight = plain.stages[0].weight_s
     assert h1.bubble_s == pytest.approx(max(0.0, plain.bubble_s - 2 * 3 * weight))
     assert h2.bubble_s == pytest.approx(max(0.0, plain.bubble_s - min(3 * 3, 8) * weight))
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 2), (4, 2), (4, 6), (8, 8)])
+def test_without_a_barrier_the_longer_schedule_takes_a_searched_orders_period(p: int, m: int) -> None:
+    free = step(pp=p, num_microbatches=m, schedule="zero-bubble-h2", barrier=False)
+    one = free.stages[0]
+    cost = StageCost(
+        one.forward_s,
+        one.backward_s,
+        backward_input_s=one.backward_s - one.weight_s,
+        backward_weight_s=one.weight_s,
+    )
+    replica = Replica((cost,) * p, tuple(Transfer(*edge, 0.0, 0.0) for edge in chain(p)))
+    room = Room.microbatches(2 * p, range(p), until_weight=1.0)
+    orders = search_order(replica, range(p), m, room, barrier=False).orders
+    period_s = run_clock(Table.of(orders), replica, overlap=False).period_s
+    assert free.compute_s + free.bubble_s == pytest.approx(period_s, rel=0.02)
+
+
+def test_gradients_are_added_by_what_is_moved_for_it() -> None:
+    fused, apart = (step(num_microbatches=2, accumulated_bytes=moved) for moved in (4.0, 18.0))
+    rates = planner(WORK, "A100-80GB").rates
+    more = 14 * WORK.parameters / rates.moved_per_s
+    assert apart.compute_s - fused.compute_s == pytest.approx(2 * more)
+
+
+def test_a_host_that_waits_for_each_kernel_adds_its_time_to_the_devices() -> None:
+    ahead, waiting = step(num_microbatches=2), step(num_microbatches=2, blocking=True)
+    prices = planner(WORK, "A100-80GB", precision="bf16")
+    host = 16 * sum(
+        prices.rates.host_seconds(len(kernels), backward)
+        for kernels, backward in ((LAYER.forward, False), (LAYER.backward, True))
+    )
+    per_microbatch = prices.rates.constants.host_microbatch_s
+    assert waiting.compute_s == pytest.approx(ahead.compute_s + 2 * (host + per_microbatch))
 
 
 def test_full_recomputation_runs_the_forward_again() -> None:

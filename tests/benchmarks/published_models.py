@@ -35,6 +35,9 @@ class Dimensions:
     """Fused attention; else matmul, softmax, matmul."""
     training: bool = True
     dropout: bool = True
+    fused_softmax: bool = True
+    """Scale, mask and softmax in one kernel. Megatron's own needs a multiple of 4 of heads x samples on a rank
+    (https://github.com/NVIDIA/Megatron-LM/blob/v2.5/megatron/model/fused_softmax.py, is_kernel_available)."""
     context_parallel: int = 1
     """Ranks over which the sequence is divided: each holds its part of the queries, and sees all keys."""
 
@@ -145,10 +148,28 @@ def work_of(d: Dimensions) -> ModelWork:
     names = ("embed", "blocks.0", "norm", "head")
     work = record_work(model, {"x": x, "labels": x}, names, training=d.training)
     layers_at = tuple(
-        (layers[0], *[_seeing_all(layers[1], d.context_parallel)] * d.layers, *layers[2:]) for layers in work.layers_at
+        (layers[0], *[_seeing_all(_softmax_apart(layers[1], d, size), d.context_parallel)] * d.layers, *layers[2:])
+        for size, layers in zip(work.sizes, work.layers_at, strict=True)
     )
     ids = ("embed", *[f"blocks.{k}" for k in range(d.layers)], "norm", "head")
     return dataclasses.replace(work, layer_ids=ids, layers_at=layers_at, _cache={})
+
+
+def _softmax_apart(layer: LayerWork, d: Dimensions, samples: int) -> LayerWork:
+    """Kernels over the attention's scores launched one by one, where no fused one takes their number."""
+    if d.fused_softmax or d.flash:
+        return layer
+    scores = 4 * samples * d.heads * d.length**2
+
+    def apart(kernels: tuple) -> tuple:  # type: ignore[type-arg]
+        return tuple(
+            k._replace(fused_bytes=k.moved_bytes, fused_launches=1)
+            if k.kind in ("elementwise", "softmax") and k.moved_bytes >= 2 * scores
+            else k
+            for k in kernels
+        )
+
+    return dataclasses.replace(layer, forward=apart(layer.forward), backward=apart(layer.backward))
 
 
 def _seeing_all(layer: LayerWork, ranks: int) -> LayerWork:

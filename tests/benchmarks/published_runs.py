@@ -28,6 +28,8 @@ class Software:
     flash: bool = False
     overlap: bool = True
     gradient_bytes: float | None = None
+    accumulated_bytes: float | None = None
+    """Moved an element to add a micro-batch's gradients to the sum."""
     sequence_parallel: bool = False
     attention: str = "flash2"
     fused_casts: bool = False
@@ -47,10 +49,19 @@ MEGATRON_FLASH = Software(
     attention="flash3",
     fused_casts=True,
 )
+MEGATRON_DEEPSPEED = replace(MEGATRON_2021, accumulated_bytes=6)
+"""Autograd adds 16-bit gradients in place: both read, the sum written."""
+FP32_SUMS = 18.0
+"""DeepSpeed's BF16_Optimizer: a gradient widened to fp32 in a kernel of its own, then added to the fp32 sum
+(https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/bf16_optimizer.py, _update_hp_grad)."""
+BLOCKING = 320
+"""Of BLOOM's tuning, runs on so many devices or more hung unless each launch was waited for, and were made that way
+(https://github.com/bigscience-workshop/bigscience/blob/9e64edec2ad1fb9263bf39ba616a84ff64b4d947/train/tr11-176B-ml/chronicles-prequel.md,
+"dealing with JZ hanging on the large model")."""
 SOFTWARE = {
-    "bigscience_bloom": Software(fused=True, overlap=False, gradient_bytes=4),
-    "vtrain_single": MEGATRON_2021,
-    "vtrain_multi": MEGATRON_2021,
+    "bigscience_bloom": MEGATRON_DEEPSPEED,
+    "vtrain_single": MEGATRON_DEEPSPEED,
+    "vtrain_multi": MEGATRON_DEEPSPEED,
     "megatron_a100_2020_2021": MEGATRON_2021,
     "zero_bubble": Software(fused=True, overlap=False, gradient_bytes=4),
     "papers_kort_megascale_llama3_mtnlg_bmtrain": Software(fused=True, gradient_bytes=4),
@@ -263,8 +274,10 @@ def _run(source: str, row: Row, software: Software) -> Run | None:
         training=training,
         dropout=software.dropout,
         context_parallel=cp,
+        fused_softmax=software.fused and microbatch * heads / tp % 4 == 0,
     )
     precision = precision_of(row)
+    wide_sums = "fp32 grad accumulation" in row["precision"]
     whole = source != "neusight_e2e"
     layout = Layout(
         tp=tp,
@@ -283,7 +296,10 @@ def _run(source: str, row: Row, software: Software) -> Run | None:
         fused=software.fused,
         attention=software.attention,
         fused_casts=software.fused_casts,
-        gradient_bytes=software.gradient_bytes,
+        gradient_bytes=4.0 if wide_sums else software.gradient_bytes,
+        accumulated_bytes=FP32_SUMS if wide_sums else software.accumulated_bytes,
+        barrier="2p" not in row["schedule"] or "all-reduce" in row["schedule"],
+        blocking=source == "bigscience_bloom" and count >= BLOCKING,
         per_node=72 if "NVL72" in row["intra_link"] else int(number(row, "gpus_per_node") or 8),
     )
     if layout.num_stages > layers + 3:
