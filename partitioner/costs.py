@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from partitioner.clock import Replica, StageCost, Transfer
 from partitioner.errors import ArgumentError
 from partitioner.graph import CostGraph
 from partitioner.memory import BUCKET_BYTES, memory_limit, stage_memory
-from partitioner.specs import Cluster, Link, Training
+from partitioner.specs import EXCHANGES, Cluster, Link, Shard, Training
 
 FIRST_BUCKET_BYTES = 2**20
 """What DistributedDataParallel puts into the first bucket, so that it starts early."""
@@ -81,7 +81,10 @@ def replica_costs(
         stages = []
         for stage, (first, last) in enumerate(bounds):
             speed, link = cluster.devices[devices[stage][r]].relative_speed, sync_links[stage]
-            if len(bounds) == 1:
+            gather_s, scatter_s = exchange_s(graph, link, training.shard, num_replicas, first, last)
+            if training.shard != "none":
+                sync_s = sharded_sync_s(graph, link, training.shard, num_replicas, first, last)
+            elif len(bounds) == 1:
                 sync_s = replica_sync_s(graph, link, samples, num_replicas, speed)
             else:
                 sync_s = link.all_reduce_time(float(graph.trainable_bytes(first, last)), num_replicas)
@@ -90,6 +93,8 @@ def replica_costs(
                     link = cluster.slowest_link(tuple(devices[owner][r] for owner in owners))
                     sync_s += link.all_reduce_time(num_bytes, len({devices[owner][r] for owner in owners}))
             part = float(graph.trainable_elements(first, last)) / elements if elements else 0.0
+            if training.shard != "none":
+                part /= num_replicas
             forward_s = float(arrays.forward_s[first:last].sum())
             again_s = forward_s if recompute and recompute[stage] else 0.0
             input_s = weight_s = None
@@ -99,10 +104,15 @@ def replica_costs(
             elif again_s:
                 weight_s = float(arrays.backward_s[first:last].sum()) / 2 / speed
                 input_s = weight_s + again_s / speed
+            if input_s is not None and weight_s is not None:
+                input_s, weight_s = input_s + gather_s[1], weight_s + scatter_s
+            elif gather_s[1] + scatter_s:
+                half_s = float(arrays.backward_s[first:last].sum()) / 2 / speed
+                input_s, weight_s = half_s + gather_s[1], half_s + scatter_s
             stages.append(
                 StageCost(
-                    forward_s=(forward_s + graph.slicing_s(len(bounds))) / speed,
-                    backward_s=(float(arrays.backward_s[first:last].sum()) + again_s) / speed,
+                    forward_s=(forward_s + graph.slicing_s(len(bounds))) / speed + gather_s[0],
+                    backward_s=(float(arrays.backward_s[first:last].sum()) + again_s) / speed + gather_s[1] + scatter_s,
                     sync_s=sync_s,
                     optimizer_s=graph.profile.optimizer_s * part / speed,
                     backward_input_s=input_s,
@@ -138,6 +148,33 @@ def forward_costs(
         )
         for one in replicas
     ]
+
+
+def exchange_s(
+    graph: CostGraph, link: Link, shard: Shard, num_replicas: int, first: Any, last: Any
+) -> tuple[tuple[Any, Any], Any]:
+    """Of sharded layers [first, last), seconds a micro-batch: of gathering weights in its forward and in its backward,
+    of scattering gradients; nothing of it hides behind compute. Arrays of positions broadcast."""
+    exchange = EXCHANGES.get(shard)
+    if exchange is None or num_replicas == 1:
+        return (0.0, 0.0), 0.0
+    scatter_s = exchange.microbatch_scatters * _gather_s(link, graph.trainable_bytes(first, last), num_replicas)
+    if not exchange.microbatch_gathers:
+        return (0.0, 0.0), scatter_s
+    gather_s = exchange.microbatch_gathers / 2 * _gather_s(link, graph.weight_bytes(first, last), num_replicas)
+    return (gather_s, gather_s), scatter_s
+
+
+def sharded_sync_s(graph: CostGraph, link: Link, shard: Shard, num_replicas: int, first: Any, last: Any) -> Any:
+    """Of sharded layers [first, last), seconds a step: gradients scattered, weights gathered once they are updated."""
+    exchange = EXCHANGES[shard]
+    each_s = _gather_s(link, graph.trainable_bytes(first, last), num_replicas)
+    return (exchange.step_scatters + exchange.step_gathers) * each_s
+
+
+def _gather_s(link: Link, num_bytes: Any, num_ranks: int) -> Any:
+    """`Link.gather_time`, elementwise."""
+    return np.vectorize(lambda size: link.gather_time(size, num_ranks), otypes=[float])(num_bytes)
 
 
 def replica_sync_s(graph: CostGraph, link: Link, samples: float, num_replicas: int, speed: float) -> float:

@@ -18,7 +18,10 @@ from partitioner.display import Shown
 from partitioner.errors import ArgumentError
 from partitioner.intervals import Floats, IntervalMax, IntervalSum, Ints, Use, sums_before
 from partitioner.profiles import LayerCost, LayerMemory, Parameter, Profile, Tensor
-from partitioner.specs import Recompute
+from partitioner.specs import Recompute, Shard
+
+DIVIDED: tuple[tuple[Shard, ...], ...] = (("zero1", "zero2", "zero3"), ("zero2", "zero3"), ("zero3",))
+"""Shard levels that divide the optimizer's state, gradients, weights."""
 
 
 class StageTransfer(NamedTuple):
@@ -104,7 +107,7 @@ class CostGraph(Shown):
         self.num_layers = len(self.ids)
         self._at: dict[float, LayerArrays] = {}
         self._recomputed_at: dict[float, LayerArrays] = {}
-        self._standing: dict[float, IntervalSum] = {}
+        self._standing: dict[tuple[float, Shard, int], IntervalSum] = {}
         self._edges: dict[tuple[float, Recompute], tuple[Floats, Floats]] = {}
         self._edge_lists: dict[tuple[float, Recompute], tuple[list[float], list[float]]] = {}
         self._holding: dict[tuple[float, int, int, Recompute, float], Holding] = {}
@@ -366,16 +369,21 @@ class CostGraph(Shown):
         """Bytes of buffers that the layers [first, last) use; `Profile.buffer_bytes` are on every rank besides."""
         return IntervalSum(self.num_layers, self._buffer_uses())
 
-    def standing_bytes(self, optimizer_bytes: float) -> IntervalSum:
-        """Weights, buffers, gradients and optimizer state, of so many bytes a trainable element, in one sum. Kept."""
-        if optimizer_bytes not in self._standing:
+    def standing_bytes(self, optimizer_bytes: float, shard: Shard = "none", dp: int = 1) -> IntervalSum:
+        """Weights, buffers, gradients and optimizer state, of so many bytes a trainable element, in one sum, as `dp`
+        replicas divide them among them. Kept."""
+        key = (optimizer_bytes, shard, dp if shard != "none" else 1)
+        if key not in self._standing:
+            state, summed, held = (1 / dp if shard in levels else 1.0 for levels in DIVIDED)
             weights, trained = self._unlisted
-            self._standing[optimizer_bytes] = self._placed(
-                lambda p: p.bytes + p.trainable * (p.bytes + optimizer_bytes * math.prod(p.shape)),
-                weights + trained * (1 + optimizer_bytes / 4),
+            self._standing[key] = self._placed(
+                lambda p: (
+                    held * p.bytes + p.trainable * (summed * p.bytes + state * optimizer_bytes * math.prod(p.shape))
+                ),
+                held * weights + trained * (summed + state * optimizer_bytes / 4),
                 self._buffer_uses(),
             )
-        return self._standing[optimizer_bytes]
+        return self._standing[key]
 
     def synced_parameters(self, cuts: Sequence[int]) -> tuple[tuple[Parameter, tuple[int, ...]], ...]:
         """Parameters that live on several stages, with those stages: copies to be kept equal."""

@@ -56,7 +56,7 @@ def stage_memory(
             samples=samples,
             held=held,
             replicated=num_replicas > 1,
-            spread=Spread(recompute="always" if recompute else "never"),
+            spread=Spread(dp=num_replicas, shard=training.shard, recompute="always" if recompute else "never"),
         )
 
     if num_ranks is None or num_ranks == num_stages:

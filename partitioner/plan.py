@@ -13,7 +13,7 @@ from partitioner.display import ShownPlan
 from partitioner.errors import ArgumentError
 from partitioner.profiles import Profile, read_checked, write_whole
 from partitioner.schedule import placement
-from partitioner.specs import Bytes, Cluster, Device, Frozen, ScheduleName, Seconds, Training
+from partitioner.specs import Bytes, Cluster, Device, Frozen, ScheduleName, Seconds, Shard, Training
 
 FORMAT_VERSION: Final = 2
 """1: without `devices`; rank i sat on device i."""
@@ -59,7 +59,7 @@ class Stage(Frozen):
     ranks: tuple[int, ...]
     """One a replica, in replica order. Stages of one pipeline rank name the same ones."""
     recompute: bool = False
-    shard: Literal["none"] = "none"
+    shard: Shard = "none"
 
 
 class StagePrediction(Frozen):

@@ -109,7 +109,8 @@ class _StageBytes:
         first = graph.position[plan.stages[stage].layers[0]]
         last = first + len(plan.stages[stage].layers)
         samples = plan.training.batch_size / (plan.num_replicas * plan.num_microbatches)
-        spread = Spread(recompute="always" if plan.stages[stage].recompute else "never")
+        own = plan.stages[stage]
+        spread = Spread(dp=plan.num_replicas, shard=own.shard, recompute="always" if own.recompute else "never")
         none, one = (
             interval_memory(
                 graph,

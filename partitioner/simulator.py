@@ -17,7 +17,7 @@ import numpy as np
 
 from partitioner.actions import KINDS, Orders, Table, chain, check_schedule
 from partitioner.clock import Clock, Floats, Replica, StageCost, StepTimes, Transfer, run_clock
-from partitioner.costs import Baseline, place, replica_costs, single_device
+from partitioner.costs import Baseline, exchange_s, place, replica_costs, single_device
 from partitioner.errors import ArgumentError
 from partitioner.graph import CostGraph
 from partitioner.memory import Spread, interval_memory, memory_limit, room_bytes, stage_memory
@@ -131,7 +131,7 @@ def predict(
         A   the step                                      S   the baseline's step,  Z  its optimizer
         N   the step without gradient sync
         C   N with transfers that take no time
-        L   the slowest rank's own work: C without waiting for other stages
+        L   the slowest rank's own work: C without waiting for other stages; what sharding exchanges in it is sync
         K   the same without what running a part of the model costs beyond its layers
         R   the same without running layers again in their backward
         M   the work of all devices / D, if each were as fast as the baseline's
@@ -229,8 +229,14 @@ def predict(
     ]
     firsts = [replicas.index(replica) for replica in distinct]
     speeds = np.array([[cluster.devices[row[r]].relative_speed for row in devices] for r in firsts])
-    own_s = busy_s.copy()
-    work_s = [float(rank_busy_s.max())]
+    exchanged_s = np.zeros(num_stages)
+    for stage, (first, last) in enumerate(graph.bounds(cuts)):
+        link = cluster.slowest_link(tuple(devices[stage]))
+        gathers_s, scatter_s = exchange_s(graph, link, training.shard, num_replicas, first, last)
+        exchanged_s[stage] = sum(gathers_s) + scatter_s
+    own_s = busy_s - num_microbatches * exchanged_s
+    work_s = [max(float(np.bincount(places, row).max()) for row in own_s)]
+    exchanging_s = float(rank_busy_s.max()) - work_s[0]
     for extra_s in num_microbatches * seconds:
         own_s = own_s - extra_s / speeds
         work_s.append(max(float(np.bincount(places, row).max()) for row in own_s))
@@ -239,9 +245,9 @@ def predict(
     fair_work_s = num_microbatches * (microbatch_s / num_places + actions * overhead_s)
     lost_s = {
         "optimizer": optimizer_s - baseline.optimizer_s / num_ranks,
-        "sync": step_s - without_sync_s,
+        "sync": step_s - without_sync_s + exchanging_s,
         "communication": without_sync_s - without_transfers_s,
-        "fill_drain": without_transfers_s - work_s[0],
+        "fill_drain": without_transfers_s - work_s[0] - exchanging_s,
         "slicing": work_s[0] - work_s[1],
         "recompute": work_s[1] - work_s[2],
         "imbalance": work_s[2] - fair_work_s,
@@ -300,7 +306,9 @@ def best_order(plan: Plan, *, barrier: bool = True) -> Ordered:
                     samples=samples,
                     held=count,
                     replicated=plan.num_replicas > 1,
-                    spread=Spread(recompute="always" if stage.recompute else "never"),
+                    spread=Spread(
+                        dp=plan.num_replicas, shard=stage.shard, recompute="always" if stage.recompute else "never"
+                    ),
                 ).values()
             )
             for count in (0, 1)

@@ -28,6 +28,24 @@ Precision = Literal["fp32", "bf16", "fp16", "bf16-mixed", "fp16-mixed"]
 """mixed: weights, activations and gradients in 16 bits, the optimizer's copy of the weights and its state in 32."""
 Shard = Literal["none", "zero1", "zero2", "zero3"]
 """Over replicas: zero1 the optimizer's state, zero2 gradients too, zero3 weights too (Rajbhandari et al. 2020)."""
+
+
+class Exchange(NamedTuple):
+    """How often replicas exchange what they have of a stage: weights gathered, gradients scattered (summed, a part to
+    each). Without sharding gradients are scattered and gathered once a step, as an all-reduce."""
+
+    step_gathers: int
+    step_scatters: int
+    microbatch_gathers: int
+    microbatch_scatters: int
+
+
+EXCHANGES: dict[Shard, Exchange] = {
+    "zero1": Exchange(1, 1, 0, 0),
+    "zero2": Exchange(1, 0, 0, 1),  # no replica keeps whole gradients from one micro-batch to the next
+    "zero3": Exchange(0, 0, 2, 1),  # weights are whole during a layer's forward and its backward
+}
+
 Recompute = Literal["never", "selective", "always"]
 """What a backward computes again: selective all but products with weights and fused attention, always whole layers."""
 Objective = Literal["train", "throughput", "latency"]
@@ -134,6 +152,11 @@ class Link(Frozen):
         k = next((k for k in range(1, len(sizes) - 1) if num_bytes <= sizes[k]), len(sizes) - 1)
         slope = (seconds[k] - seconds[k - 1]) / (sizes[k] - sizes[k - 1])
         return max(0.0, seconds[k - 1] + slope * (num_bytes - sizes[k - 1]))
+
+    def gather_time(self, num_bytes: float, num_ranks: int) -> float:
+        """Seconds in which each of the ranks gets what the others have a part of, all `num_bytes` together, round a
+        ring; as many in which sums are scattered."""
+        return self.all_reduce_time(num_bytes, num_ranks) / 2
 
     def all_reduce_time(self, num_bytes: float, num_ranks: int) -> float:
         """Seconds of a ring all-reduce: 2 (n - 1) messages of 1/n of the data (Patarasuk & Yuan 2009)."""
@@ -334,7 +357,8 @@ class Training(Frozen):
     recompute: Literal["auto", "never", "always"] = "never"
     """Whether stages run their layers again in their backward instead of keeping what these save; auto: those stages
     that do not fit otherwise."""
-    shard: Literal["none"] = "none"
+    shard: Shard = "none"
+    """What replicas divide among them of a stage's training; levels but none are predicted, and not run."""
     memory_limit_bytes: Bytes | None = None
     objective: Objective = "train"
     """throughput and latency are of forward passes: the time between two batches, and that of one."""

@@ -16,7 +16,7 @@ from partitioner.errors import ArgumentError, InfeasibleError
 from partitioner.graph import CostGraph
 from partitioner.memory import memory_limit, stage_memory
 from partitioner.schedule import in_flight
-from partitioner.simulator import predict
+from partitioner.simulator import predict, simulate
 from partitioner.solver import evaluate, solve
 from partitioner.solver import problem as one_setting
 from partitioner.solver.arrangement import arranged
@@ -710,3 +710,61 @@ def test_long_steps_are_extrapolated_to_what_a_full_replay_takes(seed, monkeypat
     assert quick == pytest.approx(replayer.total_s(splits), rel=1e-11)
     if graph.linked[1:-1].all():
         assert (replayer.least_s(splits) <= quick * (1 + 1e-9)).all()
+
+
+# Sharding over replicas
+
+
+@pytest.mark.parametrize("level", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("seed", range(6))
+def test_no_split_of_sharded_replicas_beats_the_plan(level, seed):
+    rng = random.Random(seed)
+    graph = CostGraph(random_chain(rng, rng.randrange(2, 6)))
+    there = cluster(
+        4,
+        link=SLOW,
+        inter=SLOWER,
+        memory_bytes=rng.choice([LOTS, rng.randrange(600_000, 1_500_000)]),
+        nodes=rng.choice([[0, 0, 0, 0], [0, 0, 1, 1]]),
+    )
+    training = Training(batch_size=rng.choice([4, 8]), shard=level, recompute=rng.choice(["never", "auto"]))
+    best = brute_force(graph, there, training)
+    if best is None:
+        with pytest.raises(InfeasibleError, match="does not fit"):
+            solve(graph.profile, there, training)
+        return
+    plan = solve(graph.profile, there, training)
+    assert total_s(plan) == pytest.approx(best, rel=1e-9)
+    assert plan.lower_bound_s <= best * (1 + 1e-9)
+    assert plan.runnable == (plan.num_replicas == 1)
+    assert {stage.shard for stage in plan.stages} == {level if plan.num_replicas > 1 else "none"}
+    assert plan.prediction.lost.total == pytest.approx(1 - plan.prediction.efficiency)
+    assert simulate(plan).step_s == pytest.approx(plan.prediction.step_s)
+
+
+def test_each_shard_level_holds_and_sends_what_the_paper_says():
+    """Of N bytes of weights, four replicas hold 4, 2.5, 1.75 and 1 N each; zero3 sends 3 N a micro-batch."""
+    size, per_s = 4_000_000, 1e9
+    profile, link = chain([1.0], parameter_bytes=size), Link.of(0.0, per_s)
+    held, busy, synced = {}, {}, {}
+    for level in ("none", "zero1", "zero2", "zero3"):
+        training = Training(batch_size=8, mesh={"pp": 1, "dp": 4}, microbatches=2, shard=level)
+        plan = solve(profile, cluster(4, link=link), training)
+        memory = plan.prediction.stages[0].memory
+        held[level] = memory.weights + memory.gradients + memory.optimizer
+        busy[level] = plan.prediction.stages[0].compute_s - 4.0  # beside two micro-batches of one sample, 2 s each
+        synced[level] = plan.prediction.stages[0].communication_s
+    each = 3 / 4 * size / per_s  # a gather or a scatter over four replicas
+    assert held == {"none": 4 * size, "zero1": 2.5 * size, "zero2": 1.75 * size, "zero3": size}
+    assert [busy[level] for level in held] == pytest.approx([0, 0, 2 * each, 6 * each], abs=1e-9)
+    assert [synced[level] for level in ("zero1", "zero2", "zero3")] == pytest.approx([2 * each, each, 0], abs=1e-9)
+
+
+def test_sharding_is_named_where_it_is_what_fits():
+    profile = chain([1.0], parameter_bytes=1_000_000)  # one layer: nothing to cut
+    there = cluster(4, memory_bytes=3_600_000)
+    with pytest.raises(InfeasibleError, match="What fits: shard='zero1'"):
+        solve(profile, there, Training(batch_size=4))
+    plan = solve(profile, there, Training(batch_size=4, shard="zero1"))
+    assert plan.num_replicas > 1 and not plan.runnable
+    assert any("shard='zero1' is planned and predicted" in reason for reason in plan.why)

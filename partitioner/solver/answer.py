@@ -71,9 +71,10 @@ def _plan(graph: CostGraph, cluster: Cluster, training: Training, searched: Sear
         recompute=recompute,
         baseline=baseline,
     )
+    shard = training.shard if setting.num_replicas > 1 else "none"
     rank_of = numbered(setting.devices, cluster)
     stages = tuple(
-        Stage(index=k, layers=layers, ranks=tuple(rank_of[device] for device in devices), recompute=again)
+        Stage(index=k, layers=layers, ranks=tuple(rank_of[device] for device in devices), recompute=again, shard=shard)
         for k, (layers, devices, again) in enumerate(
             zip(graph.stage_ids(best.cuts), setting.devices_by_stage, recompute, strict=True)
         )
@@ -91,7 +92,7 @@ def _plan(graph: CostGraph, cluster: Cluster, training: Training, searched: Sear
         lower_bound_s=min(searched.lower_bound_s, prediction.step_s + prediction.optimizer_s),
         runners_up=_runners_up(searched, free, fewer),
         why=reasons(best, prediction, searched, free, fewer),
-        runnable=setting.schedule in EXECUTED,
+        runnable=setting.schedule in EXECUTED and shard == "none",
     )
 
 

@@ -10,12 +10,12 @@ from typing import NamedTuple
 import numpy as np
 
 from partitioner.solver.chain import TOLERANCE, Chain, Lines, smallest_bottleneck
-from partitioner.solver.evaluate import Replayer, all_reduce_times, link_times
+from partitioner.solver.evaluate import Replayer, link_times
 from partitioner.solver.layout import AnyLayout
 from partitioner.solver.limits import Floats, Limits
 from partitioner.solver.settings import Setting
 from partitioner.solver.starts import Starts
-from partitioner.specs import Link
+from partitioner.specs import EXCHANGES, Link
 
 PRECISION = 1e-6
 """Relative, of bounds that are bisected."""
@@ -78,17 +78,19 @@ class Bounds:
     def quick(self) -> float:
         """In O(n), from sums and the largest layer."""
         costs, m, p = self.replayer.costs, self.setting.num_microbatches, self.setting.num_stages
-        bound, sync_s = 0.0, self._all_sync_s
+        bound, sync_s, exchange_s = 0.0, self._all_sync_s, self._exchange_s
         for lane in self._lanes:
             speed = lane.speeds
             total, fastest = lane.total, float(speed.max())
             forward = max(float(costs.forward_s.sum()) / total, float(costs.forward_s.max()) / fastest)
             backward = max(float(costs.backward_s.sum()) / total, float(costs.backward_s.max()) / fastest)
             both = max(float(costs.before_s[-1]) / total, float((costs.forward_s + costs.backward_s).max()) / fastest)
-            bound = max(bound, m * both, (m * float(costs.before_s[-1]) + lane.slowest * sync_s) / total)
+            bound = max(
+                bound, m * both, (m * float(costs.before_s[-1]) + lane.slowest * (sync_s + m * exchange_s)) / total
+            )
             if p > 1:
                 if self._simple:
-                    way = float(costs.before_s[-1]) / fastest + float(lane.hops_s[-1]) + lane.more_s
+                    way = float(costs.before_s[-1]) / fastest + float(lane.hops_s[-1]) + lane.more_s + exchange_s
                     bound = max(bound, min(lane.apart_s, way + (m - 1) * max(forward, backward)))
                 elif lane.apart_s == math.inf:
                     bound = max(bound, float(costs.forward_before_s[-1]) / fastest + float(np.sum(lane.there_s)))
@@ -164,7 +166,7 @@ class Bounds:
         graph = self.replayer.graph
         if not graph.trainable_elements(0, graph.num_layers):
             return 0.0
-        return graph.profile.optimizer_s / self.replayer.layout.total_speed
+        return self.replayer.optimizer_s / self.replayer.layout.total_speed
 
     def chain(self, lane: Lane) -> Chain:
         """The stages' own work, within memory, without wires."""
@@ -209,22 +211,36 @@ class Bounds:
         if self.setting.num_stages == 1:
             return min(self.replayer.whole_sync_s)
         first = self.starts.low[1]
-        graph, replicas = self.replayer.graph, self.setting.num_replicas
+        graph = self.replayer.graph
         num_bytes = np.array([float(graph.trainable_bytes(0, first))])
-        return min(float(all_reduce_times(link, num_bytes, replicas)[0]) for link in self.replayer.layout.sync_links)
+        return min(float(self.replayer.synced_s(link, num_bytes)[0]) for link in self.replayer.layout.sync_links)
 
     @cached_property
     def _all_sync_s(self) -> float:
         """Seconds that all stages of a replica together sync at least."""
-        replicas, graph = self.setting.num_replicas, self.replayer.graph
-        if replicas == 1:
+        if self.setting.num_replicas == 1:
             return 0.0
         if self.setting.num_stages == 1:
             return min(self.replayer.whole_sync_s)
-        total = float(graph.trainable_bytes(0, graph.num_layers))
-        return min(
-            2 * (replicas - 1) / replicas * total * _least_rate(link) for link in self.replayer.layout.sync_links
-        )
+        if self.replayer.shard != "none":
+            exchange = EXCHANGES[self.replayer.shard]
+            return self._least_s(0, exchange.step_gathers + exchange.step_scatters)
+        return self._least_s(0, 2)
+
+    def _least_s(self, num_weights: int, num_gradients: int) -> float:
+        """Seconds that all stages of a replica together need at least to gather or scatter all so often."""
+        graph, replicas = self.replayer.graph, self.setting.num_replicas
+        total = num_weights * float(graph.weight_bytes(0, graph.num_layers))
+        total += num_gradients * float(graph.trainable_bytes(0, graph.num_layers))
+        return min((replicas - 1) / replicas * total * _least_rate(link) for link in self.replayer.layout.sync_links)
+
+    @cached_property
+    def _exchange_s(self) -> float:
+        """Seconds that the stages of a replica together exchange with others for each micro-batch, at least."""
+        if self.replayer.shard == "none":
+            return 0.0
+        exchange = EXCHANGES[self.replayer.shard]
+        return self._least_s(exchange.microbatch_gathers, exchange.microbatch_scatters)
 
     def _placed(self, bound: float, lane: Lane) -> float:
         """The bounds that depend on a stage's place; `bound` where that is larger."""
@@ -290,6 +306,7 @@ class Bounds:
         fastest = np.maximum.accumulate(lane.speeds).tolist()
         links, replicas = list(self.replayer.layout.sync_links), self.setting.num_replicas
         num_bytes, trainable = graph.trainable_bytes.prefix_list, graph.trainable_bytes
+        share = self.replayer.sync_share
 
         def synced(stage: int, start: int, end: int) -> int:
             room = bound - forward[start] / fastest[stage]
@@ -298,7 +315,7 @@ class Bounds:
                 own: float = (
                     num_bytes[last] - num_bytes[start] if num_bytes is not None else float(trainable(start, last))
                 )
-                sync_s = min(link.all_reduce_time(own, replicas) for link in links)
+                sync_s = share * min(link.all_reduce_time(own, replicas) for link in links)
                 return bool((before[last] - before[start]) * m / speeds[stage] + sync_s > room)
 
             if end == start or not late(end):

@@ -14,7 +14,7 @@ from partitioner.costs import replica_sync_s
 from partitioner.graph import CostGraph
 from partitioner.solver.layout import Layout, Site
 from partitioner.solver.settings import Setting
-from partitioner.specs import Cluster, Link, Training
+from partitioner.specs import EXCHANGES, Cluster, Link, Shard, Training
 from partitioner.steady import step_times
 
 Floats = NDArray[np.float64]
@@ -63,8 +63,10 @@ class Replayer:
         layout: Layout | None = None,
         *,
         recompute: bool = False,
+        shard: Shard = "none",
     ) -> None:
-        """recompute: every stage runs its forwards twice, and `costs` say so."""
+        """recompute: every stage runs its forwards twice, and `costs` say so. shard: what replicas divide."""
+        self.shard: Shard = shard if setting.num_replicas > 1 else "none"
         self.graph, self.cluster, self.setting = graph, cluster, setting
         self.layout = layout or Layout(Site(cluster, Training(batch_size=1)), setting.devices)
         self.costs = graph.at(setting.samples)
@@ -93,9 +95,11 @@ class Replayer:
         forward = costs.forward_before_s[last] - costs.forward_before_s[first]
         both = costs.before_s[last] - costs.before_s[first] + (0.0 if recompute is None else forward * recompute)
         sync_s, held = self._sync_s(edges), np.minimum(p - np.arange(p), m)
+        gather_s, exchange_s = self._exchanged(edges)
         most = (m - 1) // held
         for line, speed in enumerate(self.speeds):
-            own, ahead = both / speed + graph.slicing_s(p) / speed, forward / speed
+            own = both / speed + graph.slicing_s(p) / speed + gather_s + exchange_s
+            ahead = forward / speed + gather_s
             hops, wire = np.zeros(own.shape), np.zeros(len(cuts))
             for one in self._moved(edges, far=False):
                 there, back = (np.maximum(wire_s, 0.0) for wire_s in self._wire_s(one, line))
@@ -138,19 +142,20 @@ class Replayer:
         else:
             backward = backward + again
         forward = forward + graph.slicing_s(setting.num_stages)
+        gather_s, exchange_s = self._exchanged(edges)
         moved = self._moved(edges)
         ends, optimizer_s = [], np.zeros(len(cuts))
         for line, speed in enumerate(self.speeds):
             wires = [(one, self._wire_s(one, line)) for one in moved]
             if setting.schedule == "gpipe" and setting.stages_per_rank == 1:
-                ends.append(self._flow(forward / speed, backward / speed, wires))
+                ends.append(self._flow(forward / speed + gather_s, backward / speed + exchange_s, wires))
             elif setting.schedule == "1f1b":
-                ends.append(self._clock(forward / speed, backward / speed, wires))
+                ends.append(self._clock(forward / speed + gather_s, backward / speed + exchange_s, wires))
             else:
-                ends.append(self._walked(edges, forward / speed, backward / speed, again / speed, speed, wires))
+                ends.append(self._walked(edges, forward, backward, again, speed, wires))
             per_place = np.zeros((len(cuts), setting.num_places))
             np.add.at(per_place.T, self.places, (part / speed).T)
-            optimizer_s = np.maximum(optimizer_s, per_place.max(axis=1) * graph.profile.optimizer_s)
+            optimizer_s = np.maximum(optimizer_s, per_place.max(axis=1) * self.optimizer_s)
         step_s: Floats = (np.max(ends, axis=0) + self._sync_s(edges)).max(axis=1)
         return step_s + optimizer_s
 
@@ -237,11 +242,15 @@ class Replayer:
     ) -> Floats:
         """Any other schedule, by the simulator's own clock: [rows, p] when the rank of each stage ends."""
         setting, costs = self.setting, self.costs
+        forward, backward, again = forward / speed, backward / speed, again / speed
         parts = [backward / 2 + again / 2, backward / 2 - again / 2]
         if costs.backward_input_s is not None and costs.backward_weight_s is not None:
             before = [np.append(0.0, np.cumsum(each)) for each in (costs.backward_input_s, costs.backward_weight_s)]
             parts = [each[edges[:, 1:]] - each[edges[:, :-1]] for each in before]
             parts = [parts[0] / speed + again, parts[1] / speed]
+        gather_s, exchange_s = self._exchanged(edges)
+        forward, backward = forward + gather_s, backward + exchange_s
+        parts = [parts[0] + gather_s, parts[1] + exchange_s - gather_s]
         ends = np.zeros(forward.shape)
         for row in range(len(forward)):
             stages = [
@@ -257,6 +266,40 @@ class Replayer:
             step = step_times(setting.schedule, replica, setting.num_microbatches, setting.num_places)
             ends[row] = step.rank_end_s[self.places]
         return ends
+
+    @property
+    def optimizer_s(self) -> float:
+        """Of a whole replica on one device of speed 1."""
+        return self.graph.profile.optimizer_s / (self.setting.num_replicas if self.shard != "none" else 1)
+
+    def synced_s(self, link: Link, num_bytes: Floats) -> Floats:
+        """Seconds that gradients of so many bytes keep replicas after the last backward, and their weights if these are
+        gathered then."""
+        return self.sync_share * all_reduce_times(link, num_bytes, self.setting.num_replicas)
+
+    @property
+    def sync_share(self) -> float:
+        """Of an all-reduce of a stage's gradients, what there is to exchange after its last backward."""
+        if self.shard == "none":
+            return 1.0
+        return (EXCHANGES[self.shard].step_scatters + EXCHANGES[self.shard].step_gathers) / 2
+
+    def _exchanged(self, edges: Ints) -> tuple[Any, Any]:
+        """[rows, p] seconds that replicas exchange weights in a stage's forward of each micro-batch, and weights and
+        gradients in its backward; 0 where they do not."""
+        if self.shard in ("none", "zero1"):
+            return 0.0, 0.0
+        first, last, exchange = edges[:, :-1], edges[:, 1:], EXCHANGES[self.shard]
+        gather_s, scatter_s = np.zeros(first.shape), np.zeros(first.shape)
+        for link, places in self.layout.sync_links.items():
+            at = np.flatnonzero(np.isin(self.places, places))
+            times = [
+                all_reduce_times(link, total(first, last)[:, at], self.setting.num_replicas) / 2
+                for total in (self.graph.weight_bytes, self.graph.trainable_bytes)
+            ]
+            gather_s[:, at] = exchange.microbatch_gathers / 2 * times[0]
+            scatter_s[:, at] = exchange.microbatch_scatters * times[1]
+        return gather_s, gather_s + scatter_s
 
     def _moved(self, edges: Ints, *, far: bool = True) -> list[Messages]:
         """What goes from stage to stage, with a column a row of edges, [rows, p + 1]. far: past the next layer, too."""
@@ -308,6 +351,10 @@ class Replayer:
     def whole_sync_s(self) -> list[float]:
         """By line: what is left of the gradient sync after the backward of a whole model."""
         samples, count = self.setting.samples, self.setting.num_replicas
+        if self.shard != "none":
+            num_bytes = np.array([float(self.graph.trainable_bytes(0, self.graph.num_layers))])
+            sync_s = min(float(self.synced_s(link, num_bytes)[0]) for link in self.layout.sync_links)
+            return [sync_s] * self.layout.num_lines
         return [
             min(replica_sync_s(self.graph, link, samples, count, float(speed)) for link in self.layout.sync_links)
             for speed in self.speeds[:, 0]
@@ -326,7 +373,7 @@ class Replayer:
         seconds = np.zeros(first.shape)
         for link, places in layout.sync_links.items():
             stages = np.flatnonzero(np.isin(self.places, places))
-            seconds[:, stages] = all_reduce_times(link, num_bytes[:, stages], setting.num_replicas)
+            seconds[:, stages] = self.synced_s(link, num_bytes[:, stages])
         if self.graph.shared_parameters:
             shared = np.zeros((layout.num_lines, *first.shape))
             for parameter in self.graph.shared_parameters:

@@ -143,9 +143,10 @@ def _recomputed(found: Found) -> list[str]:
 
 
 def _schedule(found: Found) -> list[str]:
-    if found.setting.schedule in EXECUTED:
-        return []
-    return [f"{found.setting.schedule} is planned and predicted; the executor of this version does not run it"]
+    not_run: list[str] = [] if found.setting.schedule in EXECUTED else [found.setting.schedule]
+    shard = found.problem.replayer.shard
+    not_run += [] if shard == "none" else [f"shard={shard!r}"]
+    return [f"{what} is planned and predicted; the executor of this version does not run it" for what in not_run]
 
 
 def _memory(found: Found) -> list[str]:

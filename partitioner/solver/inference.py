@@ -56,6 +56,11 @@ def solve_inference(graph: CostGraph, cluster: Cluster, training: Training) -> P
             f"schedule={training.schedule!r} orders backward passes, and objective={training.objective!r} has none: "
             "use 'auto'"
         )
+    if training.shard != "none":
+        raise ArgumentError(
+            f"shard={training.shard!r} divides what replicas keep for training, and objective={training.objective!r} "
+            "trains nothing: use 'none'"
+        )
     waiting = [(case.bound_s, k, case) for k, case in enumerate(_cases(graph, cluster, training))]
     heapq.heapify(waiting)
     found: list[Found] = []

@@ -19,7 +19,7 @@ from partitioner.memory import BUCKET_BYTES, Spread, interval_memory
 from partitioner.schedule import in_flight
 from partitioner.solver.layout import Layout
 from partitioner.solver.settings import Setting
-from partitioner.specs import Training
+from partitioner.specs import Recompute, Training
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -86,7 +86,8 @@ class DeviceMemory(Limits):
         recompute: Literal["never", "always", "where needed"] = "never",
     ) -> None:
         self._graph, self._training, self._setting = graph, training, setting
-        self._spread = Spread(recompute="always" if recompute == "always" else "never")
+        again: Recompute = "always" if recompute == "always" else "never"
+        self._spread = Spread(dp=setting.num_replicas, shard=training.shard, recompute=again)
         p, m = setting.num_stages, setting.num_microbatches
         if setting.schedule == "1f1b":
             self.held = np.minimum(p - np.arange(p), m)
@@ -152,6 +153,8 @@ class DeviceMemory(Limits):
         """Bytes of one layer at work, of communication buckets, and of rounding up, at most."""
         at = np.arange(self._graph.num_layers)
         layers = float((self._holding.reach(at, at + 1) - self._holding.kept_before[:-1]).max())
+        if self._spread.shard != "none":  # of one or two layers, whole while they are at work
+            layers += 3 * float(self._graph.weight_bytes(at, at + 1).max())
         buckets = (
             float(self._graph.trainable_bytes(0, self._graph.num_layers)) if self._setting.num_replicas > 1 else 0.0
         )
@@ -226,7 +229,8 @@ class DeviceMemory(Limits):
 
     @cached_property
     def _standing(self) -> IntervalSum:
-        return self._graph.standing_bytes(self._training.optimizer_bytes)
+        spread = self._spread
+        return self._graph.standing_bytes(self._training.optimizer_bytes, spread.shard, spread.dp)
 
     @cached_property
     def _holding(self) -> Holding:

@@ -60,7 +60,9 @@ class Problem:
         self.graph, self.cluster, self.training, self.setting, self.starts = graph, cluster, training, setting, starts
         self.layout = layout or Layout(Site(cluster, training), setting.devices)
         self.recompute: Literal["never", "always", "where needed"] = recomputation(training)
-        self.replayer = Replayer(graph, cluster, setting, self.layout, recompute=self.recompute == "always")
+        self.replayer = Replayer(
+            graph, cluster, setting, self.layout, recompute=self.recompute == "always", shard=training.shard
+        )
 
     @cached_property
     def memory(self) -> DeviceMemory:

@@ -16,7 +16,7 @@ from partitioner.solver.layout import Site
 from partitioner.solver.problem import Problem
 from partitioner.solver.settings import mesh_levels, pinned_positions, settings
 from partitioner.solver.starts import stage_starts
-from partitioner.specs import Cluster, Device, Training, format_bytes
+from partitioner.specs import Cluster, Device, Shard, Training, format_bytes
 
 PRECISION = 5e-3
 """Relative, of the smallest limit that would do."""
@@ -173,6 +173,10 @@ def _way_out(graph: CostGraph, cluster: Cluster, training: Training, limit: int,
         ways.append(f"microbatches={found.setting.num_microbatches}")
     if training.recompute == "never" and (found := _tried(graph, cluster, training, recompute="auto")):
         ways.append("recompute='auto'")
+    levels: tuple[Shard, ...] = ("zero1", "zero2", "zero3") if training.shard == "none" else ()
+    level = next((level for level in levels if _tried(graph, cluster, training, shard=level)), None)
+    if level is not None:
+        ways.append(f"shard={level!r} (solve() predicts it, this version does not run it)")
     if training.mesh != "auto" and (found := _tried(graph, cluster, training, mesh="auto")):
         ways.append(f"mesh={found.setting.mesh}")
     if (more := _more_devices(graph, cluster, training)) is not None:
