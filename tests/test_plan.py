@@ -34,7 +34,6 @@ def test_a_plan_file_stands_alone(tmp_path: Path) -> None:
     ("changes", "field"),
     [
         ({"surprise": 1}, "surprise"),
-        ({"version": 99}, "version"),
         ({"schedule": "zero-bubbles"}, "schedule"),
         ({"num_microbatches": 0}, "num_microbatches"),
         ({"stages": []}, "stages"),
@@ -44,6 +43,13 @@ def test_a_file_that_is_no_plan_is_refused_by_the_field(tmp_path: Path, changes:
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(json.loads(given_plan().model_dump_json()) | changes))
     with pytest.raises(ArgumentError, match=rf"plan\.json is not a Plan: {field}"):
+        load(path)
+
+
+def test_a_file_of_a_later_format_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(json.loads(given_plan().model_dump_json()) | {"version": 99}))
+    with pytest.raises(ArgumentError, match="is a Plan of format 99, this partitioner reads format 2"):
         load(path)
 
 
