@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from partitioner.actions import Orders, most_held
 from partitioner.graph import CostGraph
 from partitioner.intervals import IntervalMax, IntervalSum
 from partitioner.plan import MemoryItems
@@ -33,6 +34,7 @@ def stage_memory(
     num_replicas: int = 1,
     num_ranks: int | None = None,
     recompute: bool = False,
+    orders: Orders | None = None,
 ) -> MemoryItems:
     """Bytes that one rank of `stage` holds at its peak, by what they are for. The stages are those of `cuts`.
 
@@ -40,6 +42,7 @@ def stage_memory(
     rank holds the most, and what the rank has once stands with its first stage: together they are the rank's peak, but
     for the gradients on their way, which only the stage at work has.
     recompute: layers keep what they received and run again in their backward, one at a time.
+    orders: None is the schedule's own.
     The total, overhead and slack of the device included, is to be held against `memory_limit(device, training)`.
     """
     bounds, num_stages = graph.bounds(cuts), len(cuts) + 1
@@ -60,10 +63,18 @@ def stage_memory(
         )
 
     if num_ranks is None or num_ranks == num_stages:
-        items = items_of(stage, in_flight(schedule, stage, num_stages, num_microbatches))
+        if orders is None:
+            count = in_flight(schedule, stage, num_stages, num_microbatches)
+        else:
+            count = most_held(orders)[stage]
+        items = items_of(stage, count)
         return on_device(items, device, overhead)
     none, one = (sum(items_of(slice(None), count).values()) for count in (0, 1))
-    held = _held_at_peak(schedule, num_stages, num_microbatches, num_ranks, np.asarray(one - none))
+    if orders is None:
+        moments = _moments(schedule, num_stages, num_microbatches, num_ranks)
+    else:
+        moments = _moments_of(orders)
+    held = _held_at_peak(moments, np.asarray(one - none))
     items = items_of(stage, held[stage])
     if stage >= num_ranks:
         items["buffers"] = items["buffers"] - graph.profile.buffer_bytes
@@ -223,7 +234,7 @@ def rank_memory(
     else:
         one = items_of(np.ones(p))
         sizes = one["activations"] + one["loss"] + one["received"]
-        held = _held_at_peak(schedule, p, count, num_ranks, sizes)
+        held = _held_at_peak(_moments(schedule, p, count, num_ranks), sizes)
     items = items_of(held)
     items["buffers"] = items["buffers"] - graph.profile.buffer_bytes * (np.arange(p) >= num_ranks)  # once a rank
     places = np.array(placement(schedule, p, num_ranks))
@@ -239,25 +250,27 @@ def rank_memory(
 _AT_A_TIME = ("workspace", "gathered", "buckets")
 
 
-def _held_at_peak(
-    schedule: ScheduleName, num_stages: int, num_microbatches: int, num_ranks: int, sizes: NDArray[np.float64]
-) -> NDArray[np.float64]:
+Moments = tuple[tuple[list[int], NDArray[np.float64]], ...]
+"""By rank: its stages, and after each of its forwards the micro-batches that they have in flight."""
+
+
+def _held_at_peak(by_rank: Moments, sizes: NDArray[np.float64]) -> NDArray[np.float64]:
     """By stage, the micro-batches in flight at the moment when its rank holds the most; `sizes` of one, by stage."""
-    held = np.zeros(num_stages)
-    for own, moments in _moments(schedule, num_stages, num_microbatches, num_ranks):
+    held = np.zeros(len(sizes))
+    for own, moments in by_rank:
         held[own] = moments[int(np.argmax(moments @ sizes[own]))]
     return held
 
 
 @lru_cache(maxsize=256)
-def _moments(
-    schedule: ScheduleName, num_stages: int, num_microbatches: int, num_ranks: int
-) -> tuple[tuple[list[int], NDArray[np.float64]], ...]:
-    """By rank: its stages, and after each of its forwards the micro-batches that they have in flight."""
-    places = placement(schedule, num_stages, num_ranks)
+def _moments(schedule: ScheduleName, num_stages: int, num_microbatches: int, num_ranks: int) -> Moments:
+    return _moments_of(build_schedule(schedule, num_stages, num_microbatches, num_ranks=num_ranks))
+
+
+def _moments_of(orders: Orders) -> Moments:
     found = []
-    for rank, order in enumerate(build_schedule(schedule, num_stages, num_microbatches, num_ranks=num_ranks)):
-        own = [stage for stage, place in enumerate(places) if place == rank]
+    for order in orders:
+        own = sorted({action.stage for action in order})
         held = dict.fromkeys(own, 0)
         moments = []
         for action in order:

@@ -9,10 +9,13 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
+from partitioner.actions import Action, check_schedule, placement_of
 from partitioner.display import ShownPlan
 from partitioner.errors import ArgumentError
+from partitioner.graph import CostGraph
 from partitioner.profiles import Profile, read_checked, write_whole
-from partitioner.schedule import placement
+from partitioner.rounds import SPLIT_BACKWARD
+from partitioner.schedule import build_schedule, placement
 from partitioner.specs import Bytes, Cluster, Device, Frozen, ScheduleName, Seconds, Shard, Training
 
 FORMAT_VERSION: Final = 2
@@ -160,6 +163,9 @@ class Plan(ShownPlan, Frozen):
     """What binds, and what was assumed, one sentence each."""
     runnable: bool = True
     """False: the executor cannot run it; `why` says the reason."""
+    orders: tuple[str, ...] | None = None
+    """What each rank of a pipeline runs, in order, as in "0F0 0I0 0W0": an order found for this plan's own stage times.
+    None: the schedule's own."""
 
     @model_validator(mode="before")
     @classmethod
@@ -200,7 +206,38 @@ class Plan(ShownPlan, Frozen):
             raise ValueError(
                 f"{self.schedule} runs its stages on the pipeline's ranks {places}, the plan has {self.placement}"
             )
+        if self.orders is not None:
+            self._check_orders()
         return self
+
+    def _check_orders(self) -> None:
+        """The lists given are of these stages and micro-batches, can run, and keep what the schedule promises."""
+        orders, places = self.actions(), self.placement
+        found = placement_of(orders)
+        if len(orders) != self.mesh["pp"] or found != dict(enumerate(places)):
+            raise ValueError(f"the orders run stages on ranks {found}, the plan has them on {dict(enumerate(places))}")
+        if (count := 1 + max(action.microbatch for order in orders for action in order)) != self.num_microbatches:
+            raise ValueError(f"the orders run {count} micro-batches, the plan has {self.num_microbatches}")
+        backward = ("I", "W") if self.schedule in SPLIT_BACKWARD else ("B",)
+        if other := {action.kind for order in orders for action in order} - {"F", *backward}:
+            raise ValueError(
+                f"{self.schedule} runs F and {' and '.join(backward)}, the orders {', '.join(sorted(other))}"
+            )
+        last: dict[tuple[int, str], int] = {}
+        for order in orders:
+            for stage, kind, k in order:
+                if last.get((stage, kind), -1) > k:
+                    raise ValueError(f"the orders run {stage}{kind}{k} after {stage}{kind}{last[stage, kind]}")
+                last[stage, kind] = k
+        graph = CostGraph.from_profile(self.profile)
+        cuts = [graph.position[stage.layers[0]] for stage in self.stages[1:]]
+        check_schedule(orders, [(one.source, one.target) for one in graph.transfers(cuts, self.microbatch_samples)])
+
+    def actions(self) -> tuple[tuple[Action, ...], ...]:
+        """What each rank of a pipeline runs in a training step, in order: the schedule's lists, or the plan's own."""
+        if self.orders is None:
+            return build_schedule(self.schedule, self.num_stages, self.num_microbatches, num_ranks=self.mesh["pp"])
+        return tuple(tuple(map(Action.parse, order.split())) for order in self.orders)
 
     @property
     def num_stages(self) -> int:

@@ -15,16 +15,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from partitioner.actions import KINDS, Orders, Table, chain, check_schedule
+from partitioner.actions import KINDS, Orders, Table, chain, check_schedule, most_held
 from partitioner.clock import Clock, Floats, Replica, StageCost, StepTimes, Transfer, run_clock
 from partitioner.costs import Baseline, exchange_s, place, replica_costs, single_device
 from partitioner.errors import ArgumentError
 from partitioner.graph import CostGraph
-from partitioner.memory import Spread, interval_memory, memory_limit, room_bytes, stage_memory
-from partitioner.ordering import Ordered, Room, search_order
+from partitioner.memory import stage_memory
+from partitioner.own_order import faster_order
 from partitioner.plan import LostEfficiency, Plan, Prediction, StagePrediction
 from partitioner.rounds import SPLIT_BACKWARD
-from partitioner.schedule import build_schedule, forward_only, in_flight, placement, schedule_table
+from partitioner.schedule import forward_only, in_flight, placement, schedule_table
 from partitioner.specs import MOST_SECONDS, Cluster, ScheduleName, Training
 from partitioner.steady import step_times
 from partitioner.timeline import Span, Timeline
@@ -69,6 +69,9 @@ def simulate(
     """The plan's step on all its ranks; or what the same stages would do on another cluster, with other micro-batches
     a replica, or under another schedule that puts them on the same ranks. Of a cluster with as many devices as the
     plan's, ranks sit on the same ones; of another, rank i sits on device i.
+
+    The plan's own order of actions is used, where it has one; under another schedule, and of other micro-batches or
+    another cluster, what `solve` would use: an order searched for the stages' own times, where that is faster.
     """
     name = schedule or plan.schedule
     if placement(name, plan.num_stages, plan.mesh["pp"]) != plan.placement:
@@ -91,7 +94,25 @@ def simulate(
         recompute=[stage.recompute for stage in plan.stages],
     )
     if plan.training.objective == "train":
-        table = schedule_table(name, plan.num_stages, num_microbatches, plan.mesh["pp"])
+        orders: Orders | None = None
+        if (name, num_microbatches, cluster) == (plan.schedule, plan.num_microbatches, plan.cluster):
+            orders = plan.actions() if plan.orders is not None else None
+        else:
+            orders = faster_order(
+                graph,
+                cluster,
+                plan.training,
+                schedule=name,
+                num_places=plan.mesh["pp"],
+                num_microbatches=num_microbatches,
+                cuts=cuts,
+                devices=devices,
+                recompute=[stage.recompute for stage in plan.stages],
+            )
+        if orders is None:
+            table = schedule_table(name, plan.num_stages, num_microbatches, plan.mesh["pp"])
+        else:
+            table = Table.of(orders)
         clocks = {replica: run_clock(table, replica) for replica in set(replicas)}
     else:
         clocks = {replica: forward_clock(replica, num_microbatches) for replica in set(replicas)}
@@ -115,6 +136,7 @@ def predict(
     devices: Sequence[Sequence[int]] | None = None,
     recompute: Sequence[bool] | None = None,
     baseline: Baseline | None = None,
+    orders: Orders | None = None,
     overhead_s: float = 0.0,
     overlap: bool = True,
 ) -> Prediction:
@@ -123,7 +145,7 @@ def predict(
     mesh: {"pp": ranks of a pipeline, "dp": replicas}; each rank has the same number of the stages that the cuts make.
     num_microbatches: a replica. devices: of the cluster, by stage, one a replica; None is `place`, with the stages
     where the schedule has them. recompute: by stage; None is never. baseline: `single_device`'s answer, which is the
-    same for all splits of a model; None computes it.
+    same for all splits of a model; None computes it. orders: of each rank of a pipeline; None is the schedule's own.
 
     Lost efficiency compares the devices' time with the baseline's, through runs each idealised one step further:
 
@@ -160,7 +182,11 @@ def predict(
     # Replicas of equal cost do the same at the same time, so one stands for all of them.
     distinct = list(dict.fromkeys(replicas))
 
+    table = None if orders is None else Table.of(orders)
+
     def run(replica: Replica) -> StepTimes:
+        if table is not None:
+            return run_clock(table, replica, overhead_s=overhead_s, overlap=overlap).step
         return step_times(schedule, replica, num_microbatches, num_places, overhead_s=overhead_s, overlap=overlap)
 
     steps = [run(replica) for replica in distinct]
@@ -189,6 +215,7 @@ def predict(
     slowest = rank_busy_s.argmax(axis=0)[places]  # by stage, of the distinct replicas
     samples = training.batch_size / (num_replicas * num_microbatches)
     moved = graph.transfers(cuts, samples)
+    held = None if orders is None else most_held(orders)
     stages = []
     for stage, r in enumerate(slowest.tolist()):
         memory = stage_memory(
@@ -202,6 +229,7 @@ def predict(
             num_replicas=num_replicas,
             num_ranks=num_places,
             recompute=recompute[stage],
+            orders=orders,
         )
         stages.append(
             StagePrediction(
@@ -211,7 +239,11 @@ def predict(
                 communication_s=float(waited_s[r, stage]),
                 idle_s=float(idle_s[r, place_of[stage]]) * num_places / num_stages,
                 send_bytes=math.ceil(sum(one.forward_bytes for one in moved if one.source == stage)),
-                in_flight=in_flight(schedule, stage, num_stages, num_microbatches, num_ranks=num_places),
+                in_flight=(
+                    in_flight(schedule, stage, num_stages, num_microbatches, num_ranks=num_places)
+                    if held is None
+                    else held[stage]
+                ),
                 memory=memory,
             )
         )
@@ -266,70 +298,6 @@ def predict(
         stages=tuple(stages),
         lost=LostEfficiency(**{name: seconds / total_s for name, seconds in lost_s.items()}),
     )
-
-
-def best_order(plan: Plan, *, barrier: bool = True) -> Ordered:
-    """The fastest order found of F, I and W for the plan's stages, in the memory of their devices.
-
-    Textbook orders of the same arrangement are among those tried. barrier: whether ranks wait for each other between
-    steps. Replicas share one order: it is searched for the slowest, with the room of the smallest device. A profile
-    without the two parts of a backward counts half of it for each. ArgumentError where a rank has no room for one
-    micro-batch of each of its stages.
-    """
-    graph, places, m = CostGraph.from_profile(plan.profile), plan.placement, plan.num_microbatches
-    cuts = [graph.position[stage.layers[0]] for stage in plan.stages[1:]]
-    replicas = replica_costs(
-        graph,
-        plan.cluster,
-        plan.training,
-        num_microbatches=m,
-        cuts=cuts,
-        devices=plan.stage_devices,
-        recompute=[stage.recompute for stage in plan.stages],
-    )
-    samples = plan.training.batch_size / (plan.num_replicas * m)
-    limits = [math.inf] * plan.mesh["pp"]
-    for stage, at in zip(plan.stages, places, strict=True):
-        for rank in stage.ranks:
-            device = plan.device_of(rank)
-            limits[at] = min(limits[at], room_bytes(device, memory_limit(device, plan.training), *plan.mesh.values()))
-    held = []
-    for (first, last), stage, at in zip(graph.bounds(cuts), plan.stages, places, strict=True):
-        always, one = (
-            sum(
-                float(value)
-                for value in interval_memory(
-                    graph,
-                    plan.training,
-                    first,
-                    last,
-                    samples=samples,
-                    held=count,
-                    replicated=plan.num_replicas > 1,
-                    spread=Spread(
-                        dp=plan.num_replicas, shard=stage.shard, recompute="always" if stage.recompute else "never"
-                    ),
-                ).values()
-            )
-            for count in (0, 1)
-        )
-        limits[at] -= always
-        held.append(one - always)
-    textbook = [
-        build_schedule(name, plan.num_stages, m, num_ranks=plan.mesh["pp"])
-        for name in SPLIT_BACKWARD
-        if _arranged(name, plan) == places
-    ]
-    slowest = max(replicas, key=lambda one: sum(stage.forward_s + stage.backward_s for stage in one.stages))
-    return search_order(slowest, places, m, Room(tuple(limits), tuple(held)), textbook=textbook, barrier=barrier)
-
-
-def _arranged(name: ScheduleName, plan: Plan) -> tuple[int, ...] | None:
-    """Where the schedule has as many stages on as many ranks; None: it cannot have them."""
-    try:
-        return placement(name, plan.num_stages, plan.mesh["pp"])
-    except ArgumentError:
-        return None
 
 
 # From clocks to a timeline

@@ -18,6 +18,7 @@ from rank_pool import RankPool, RanksFailed
 from torch import nn
 from torch.nn import functional as F
 
+from partitioner.actions import Action
 from partitioner.errors import ArgumentError, PlanMismatchError
 from partitioner.executor import materialize
 from partitioner.losses import Loss
@@ -120,6 +121,26 @@ def test_three_steps_are_those_of_one_device(ranks: RankPool, pp: int, dp: int, 
     plan = plan_for(case, pp=pp, dp=dp, microbatches=3, schedule=schedule)
     batches = [(torch.randn(16, 16), torch.randint(0, 16, (16,))) for _ in range(3)]
     assert_same(ranks, plan, case.model, batches, case.loss_fn)
+
+
+def order_on_ranks(plan: Plan, model: nn.Module, batch: tuple[Any, Any], loss_fn: Any) -> list[tuple[int, str, int]]:
+    """On a rank: train once; what it ran, in order."""
+    with materialize(plan, model, loss_fn=loss_fn) as stage:
+        stage.train_step(*batch)
+        spans = [s for s in stage.timeline().spans if s.rank == stage.rank and s.kind in ("F", "B")]
+        return [(s.stage, s.kind, s.microbatch) for s in sorted(spans, key=lambda s: s.start_s)]
+
+
+def test_a_plans_own_order_is_the_one_that_ranks_walk(ranks: RankPool) -> None:
+    """Rank 0 runs ahead as far as it can, rank 1 takes turns."""
+    case = mlp()
+    plan = plan_for(case, pp=2, microbatches=3, schedule="1f1b")
+    own = ("0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2")
+    plan = Plan.model_validate(plan.model_dump() | {"orders": own})
+    batches = [(torch.randn(9, 16), torch.randint(0, 16, (9,))) for _ in range(2)]
+    assert_same(ranks, plan, case.model, batches, case.loss_fn)
+    ran = ranks.run(2, order_on_ranks, plan, case.model, batches[0], case.loss_fn)
+    assert [[str(Action(*one)) for one in rank] for rank in ran] == [order.split() for order in own]
 
 
 @pytest.mark.parametrize(

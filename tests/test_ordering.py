@@ -3,7 +3,9 @@
 import itertools
 import random
 
+import numpy as np
 import pytest
+from scipy.optimize import Bounds, LinearConstraint, milp
 
 from partitioner.actions import Action, Table, chain, check_schedule
 from partitioner.clock import Replica, StageCost, Transfer, run_clock
@@ -57,6 +59,86 @@ def test_no_order_at_all_is_much_faster_in_small_cases():
         assert found.step_s >= best - 1e-9
         worst = max(worst, found.step_s / best - 1)
     assert worst <= 0.05
+
+
+def least_step_s(replica, m, room):
+    """The shortest step there is, by a mixed-integer program over when each action starts.
+
+    t      when it starts; x = 1: of two actions of one rank, the first is earlier
+    t_b >= t_a + s_a  where b needs a, or the room a leaves;   t_b >= t_a + s_a - M (1 - x),  t_a >= t_b + s_b - M x
+
+    Micro-batches are alike, so each stage runs its F, I and W in their order.
+    """
+    p, kinds = len(replica.stages), "FIW"
+    number = {key: at for at, key in enumerate(itertools.product(range(p), kinds, range(m)))}
+    seconds = {key: replica.stages[key[0]].seconds(key[1]) for key in number}
+    horizon = sum(seconds.values()) + sum(t.forward_s + t.backward_s for t in replica.transfers) * m
+    pairs = [
+        ((stage, a, i), (stage, b, j))
+        for stage in range(p)
+        for a, b in itertools.combinations(kinds, 2)
+        for i in range(m)
+        for j in range(m)
+        if i > j  # of the same or a later micro-batch, it is known which is first
+    ]
+    end = len(number)
+    size = end + 1 + len(pairs)
+    rows, least = [], []
+
+    def after(first, then, gap, *terms):
+        row = np.zeros(size)
+        row[then] += 1
+        if first is not None:
+            row[first] -= 1
+        for at, factor in terms:
+            row[at] += factor
+        rows.append(row)
+        least.append(gap)
+
+    for stage, kind, k in number:
+        here = number[stage, kind, k]
+        after(here, end, seconds[stage, kind, k])
+        if k + 1 < m:
+            after(here, number[stage, kind, k + 1], seconds[stage, kind, k])
+        if kind != "W":
+            after(here, number[stage, "I" if kind == "F" else "W", k], seconds[stage, kind, k])
+        elif k + room < m:
+            after(here, number[stage, "F", k + room], seconds[stage, kind, k])
+    for one in replica.transfers:
+        for k in range(m):
+            first, then = (one.source, "F", k), (one.target, "F", k)
+            after(number[first], number[then], seconds[first] + one.forward_s)
+            first, then = (one.target, "I", k), (one.source, "I", k)
+            after(number[first], number[then], seconds[first] + one.backward_s)
+    for at, (a, b) in enumerate(pairs, start=end + 1):
+        after(number[a], number[b], seconds[a] - horizon, (at, -horizon))
+        after(number[b], number[a], seconds[b], (at, horizon))
+    goal = np.zeros(size)
+    goal[end] = 1
+    upper = np.where(np.arange(size) > end, 1.0, horizon)
+    found = milp(
+        goal,
+        constraints=LinearConstraint(np.array(rows), lb=least),
+        bounds=Bounds(0, upper),
+        integrality=np.arange(size) > end,
+    )
+    assert found.status == 0
+    return float(found.fun)
+
+
+@pytest.mark.parametrize(("p", "m", "room"), [(2, 3, 2), (2, 4, 2), (2, 4, 4), (3, 3, 3)])
+def test_the_step_is_near_the_least_of_all_orders(p, m, room):
+    rng = random.Random(f"{p} {m} {room}")
+    ratios = []
+    for _ in range(2):
+        times = [[rng.uniform(0.5, 1.5) for _ in range(3)] for _ in range(p)]
+        stages = [StageCost(f, i + w, backward_input_s=i, backward_weight_s=w) for f, i, w in times]
+        replica = Replica(tuple(stages), tuple(Transfer(*edge, 0.1, 0.1) for edge in chain(p)))
+        textbook = [build_schedule("zero-bubble", p, m)]
+        found = search_order(replica, range(p), m, Room.microbatches(room, range(p)), textbook=textbook)
+        ratios.append(found.step_s / least_step_s(replica, m, room))
+    assert min(ratios) >= 1 - 1e-6
+    assert max(ratios) <= 1.05
 
 
 def _possible(order):

@@ -12,10 +12,11 @@ from partitioner.costs import replica_costs
 from partitioner.errors import ArgumentError
 from partitioner.graph import CostGraph
 from partitioner.memory import stage_memory
+from partitioner.own_order import best_order
 from partitioner.plan import Plan, Stage
 from partitioner.residency import residency
 from partitioner.schedule import placement
-from partitioner.simulator import best_order, predict, replay, simulate
+from partitioner.simulator import predict, replay, simulate
 from partitioner.specs import SCHEDULES, Link, Training
 
 LINK = Link.of(0.01, 1e4)

@@ -77,8 +77,13 @@ class Pipeline:
         for receiver in (*self._from.values(), *self._back_from.values()):
             receiver.expect()
         total: torch.Tensor | None = None
-        schedule = mesh.plan.schedule if mesh.num_stages > 1 else "1f1b"  # nothing to fill: hold one micro-batch
-        for action in build_schedule(schedule, mesh.num_stages, count)[mesh.stage]:
+        if mesh.num_stages == 1:
+            orders = build_schedule("1f1b", 1, count)  # nothing to fill: hold one micro-batch
+        elif count == mesh.plan.num_microbatches:
+            orders = mesh.plan.actions()
+        else:
+            orders = build_schedule(mesh.plan.schedule, mesh.num_stages, count)
+        for action in orders[mesh.stage]:
             self.now, k = action, action.microbatch
             if action.kind == "B":
                 self._backward(step, k, count, shares[k])

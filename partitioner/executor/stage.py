@@ -27,7 +27,6 @@ from partitioner.losses import Loss, LossFunction, LossWeight
 from partitioner.microbatches import BatchDims, Cutter, MicroBatch, as_call, join
 from partitioner.plan import Plan
 from partitioner.recompute import Recomputed
-from partitioner.schedule import build_schedule
 from partitioner.slicing import Slice
 from partitioner.specs import EXECUTED
 from partitioner.timeline import Timeline
@@ -114,7 +113,7 @@ class LiveStage:
         if plan.num_stages > 1:
             part = Slice(placement.model, plan.profile, plan.stage_of(), mesh.stage, device=mesh.device)
         edges = {(stage, target) for stage, targets in mesh.gather((mesh.stage, part.targets)) for target in targets}
-        check_schedule(build_schedule(plan.schedule, plan.num_stages, plan.num_microbatches), edges)
+        check_schedule(plan.actions(), edges)
         mesh.make_groups(placement.owner_sets(), edges)
         shared: dict[tuple[int, ...], list[nn.Parameter]] = {}
         for name, parameter in placement.own.items():

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 
+from partitioner.actions import Orders
 from partitioner.costs import single_device
 from partitioner.errors import InfeasibleError
 from partitioner.graph import CostGraph
-from partitioner.plan import Alternative, Plan, Stage
+from partitioner.own_order import faster_order
+from partitioner.plan import Alternative, Plan, Prediction, Stage
 from partitioner.profiles import Profile
 from partitioner.progress import Progress, shown
 from partitioner.simulator import predict
@@ -59,6 +61,17 @@ def _plan(graph: CostGraph, cluster: Cluster, training: Training, searched: Sear
     fewer = _with_fewer_devices(graph, cluster, training, best)
     recompute = best.recompute
     baseline = single_device(graph, cluster, training)
+    orders = faster_order(
+        graph,
+        cluster,
+        training,
+        schedule=setting.schedule,
+        num_places=setting.num_places,
+        num_microbatches=setting.num_microbatches,
+        cuts=best.cuts,
+        devices=setting.devices_by_stage,
+        recompute=recompute,
+    )
     prediction = predict(
         graph,
         cluster,
@@ -70,6 +83,7 @@ def _plan(graph: CostGraph, cluster: Cluster, training: Training, searched: Sear
         devices=setting.devices_by_stage,
         recompute=recompute,
         baseline=baseline,
+        orders=orders,
     )
     shard = training.shard if setting.num_replicas > 1 else "none"
     rank_of = numbered(setting.devices, cluster)
@@ -91,8 +105,19 @@ def _plan(graph: CostGraph, cluster: Cluster, training: Training, searched: Sear
         prediction=prediction,
         lower_bound_s=min(searched.lower_bound_s, prediction.step_s + prediction.optimizer_s),
         runners_up=_runners_up(searched, free, fewer),
-        why=reasons(best, prediction, searched, free, fewer),
+        why=(*_order_found(best, prediction, orders), *reasons(best, prediction, searched, free, fewer)),
         runnable=setting.schedule in EXECUTED and shard == "none",
+        orders=None if orders is None else tuple(" ".join(map(str, order)) for order in orders),
+    )
+
+
+def _order_found(best: Found, prediction: Prediction, orders: Orders | None) -> tuple[str, ...]:
+    if orders is None:
+        return ()
+    less = 1 - (prediction.step_s + prediction.optimizer_s) / best.total_s
+    schedule = best.setting.schedule
+    return (
+        f"the order of actions was searched for these stages' own times: {100 * less:.2g} % less than {schedule}'s",
     )
 
 

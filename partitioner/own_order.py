@@ -1,0 +1,151 @@
+"""The order of a pipeline's actions, searched for its stages' own times in the memory of its devices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from partitioner.actions import Orders, Table
+from partitioner.clock import run_clock
+from partitioner.costs import replica_costs
+from partitioner.errors import ArgumentError
+from partitioner.graph import CostGraph
+from partitioner.memory import Spread, interval_memory, memory_limit, room_bytes
+from partitioner.ordering import Ordered, Room, search_order
+from partitioner.plan import Plan
+from partitioner.rounds import SPLIT_BACKWARD
+from partitioner.schedule import build_schedule, placement
+from partitioner.specs import Cluster, ScheduleName, Training
+
+MOST_SEARCHED = 2**13
+"""Actions of a step, up to which an order is searched; that takes a quarter of a millisecond an action."""
+LEAST_GAIN = 1e-9
+"""Relative. An order that gains less is no reason to leave the schedule's own."""
+
+
+def best_order(plan: Plan, *, barrier: bool = True) -> Ordered:
+    """The fastest order found of F, I and W for the plan's stages, in the memory of their devices.
+
+    Textbook orders of the same arrangement are among those tried. barrier: whether ranks wait for each other between
+    steps. Replicas share one order: it is searched for the slowest, with the room of the smallest device. A profile
+    without the two parts of a backward counts half of it for each. ArgumentError where a rank has no room for one
+    micro-batch of each of its stages.
+    """
+    graph = CostGraph.from_profile(plan.profile)
+    names = [name for name in SPLIT_BACKWARD if _arranged(name, plan) == plan.placement]
+    return _search(
+        graph,
+        plan.cluster,
+        plan.training,
+        names,
+        plan.placement,
+        num_microbatches=plan.num_microbatches,
+        cuts=[graph.position[stage.layers[0]] for stage in plan.stages[1:]],
+        devices=plan.stage_devices,
+        recompute=[stage.recompute for stage in plan.stages],
+        barrier=barrier,
+    )
+
+
+def faster_order(
+    graph: CostGraph,
+    cluster: Cluster,
+    training: Training,
+    *,
+    schedule: ScheduleName,
+    num_places: int,
+    num_microbatches: int,
+    cuts: Sequence[int],
+    devices: Sequence[Sequence[int]],
+    recompute: Sequence[bool],
+) -> Orders | None:
+    """An order of F, I and W for these stages, in the memory of their devices, with a shorter step than the schedule's.
+
+    None: none was found, the schedule's backwards are whole, or its lists have more than `MOST_SEARCHED` actions.
+    """
+    num_stages = len(cuts) + 1
+    if schedule not in SPLIT_BACKWARD or 3 * num_stages * num_microbatches > MOST_SEARCHED:
+        return None
+    own = build_schedule(schedule, num_stages, num_microbatches, num_ranks=num_places)
+    try:
+        found = _search(
+            graph,
+            cluster,
+            training,
+            [schedule],
+            placement(schedule, num_stages, num_places),
+            num_microbatches=num_microbatches,
+            cuts=cuts,
+            devices=devices,
+            recompute=recompute,
+        )
+    except ArgumentError:  # one micro-batch of each stage does not fit, whatever the order
+        return None
+    replicas = replica_costs(
+        graph, cluster, training, num_microbatches=num_microbatches, cuts=cuts, devices=devices, recompute=recompute
+    )
+
+    def step_s(orders: Orders) -> float:
+        table = Table.of(orders)
+        return max(float(run_clock(table, one).rank_end_s.max()) for one in set(replicas))
+
+    return found.orders if step_s(found.orders) < step_s(own) * (1 - LEAST_GAIN) else None
+
+
+def _search(
+    graph: CostGraph,
+    cluster: Cluster,
+    training: Training,
+    textbook: Sequence[ScheduleName],
+    places: Sequence[int],
+    *,
+    num_microbatches: int,
+    cuts: Sequence[int],
+    devices: Sequence[Sequence[int]],
+    recompute: Sequence[bool],
+    barrier: bool = True,
+) -> Ordered:
+    """`search_order` for the slowest replica, with what the memory of every replica's devices has room for."""
+    num_places, num_replicas, num_stages = 1 + max(places), len(devices[0]), len(places)
+    samples = training.batch_size / (num_replicas * num_microbatches)
+    limits, held = [math.inf] * num_places, []
+    for row, at in zip(devices, places, strict=True):
+        for device in (cluster.devices[one] for one in row):
+            limit = memory_limit(device, training)
+            limits[at] = min(limits[at], room_bytes(device, limit, num_places, num_replicas))
+    for (first, last), again, at in zip(graph.bounds(cuts), recompute, places, strict=True):
+        always, one = (
+            sum(
+                float(value)
+                for value in interval_memory(
+                    graph,
+                    training,
+                    first,
+                    last,
+                    samples=samples,
+                    held=count,
+                    replicated=num_replicas > 1,
+                    spread=Spread(
+                        dp=num_replicas, shard=training.shard, recompute="always" if again else "never"
+                    ),
+                ).values()
+            )
+            for count in (0, 1)
+        )
+        limits[at] -= always
+        held.append(one - always)
+    replicas = replica_costs(
+        graph, cluster, training, num_microbatches=num_microbatches, cuts=cuts, devices=devices, recompute=recompute
+    )
+    slowest = max(replicas, key=lambda one: sum(stage.forward_s + stage.backward_s for stage in one.stages))
+    room = Room(tuple(limits), tuple(held))
+    own = [build_schedule(name, num_stages, num_microbatches, num_ranks=num_places) for name in textbook]
+    return search_order(slowest, places, num_microbatches, room, textbook=own, barrier=barrier)
+
+
+def _arranged(name: ScheduleName, plan: Plan) -> tuple[int, ...] | None:
+    """Where the schedule has as many stages on as many ranks; None: it cannot have them."""
+    try:
+        return placement(name, plan.num_stages, plan.mesh["pp"])
+    except ArgumentError:
+        return None
