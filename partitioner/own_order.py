@@ -125,9 +125,7 @@ def _search(
                     samples=samples,
                     held=count,
                     replicated=num_replicas > 1,
-                    spread=Spread(
-                        dp=num_replicas, shard=training.shard, recompute="always" if again else "never"
-                    ),
+                    spread=Spread(dp=num_replicas, shard=training.shard, recompute="always" if again else "never"),
                 ).values()
             )
             for count in (0, 1)
