@@ -18,6 +18,7 @@ from partitioner.errors import (
     PartitionerError,
     PlanMismatchError,
     UnsupportedModelError,
+    expect,
 )
 from partitioner.links import between_cuda_devices, loopback
 from partitioner.losses import Loss, LossFunction, LossWeight, sum_of_outputs
@@ -85,7 +86,13 @@ def partition(
         memory_limit=memory_limit,
         objective=objective,
         check=check,
+        batch_dim=batch_dim,
+        loss_fn=loss_fn,
+        pin=pin,
+        trace_dir=trace_dir,
+        seed=seed,
     )
+    expect("profile", profile, (Profile, str, os.PathLike, type(None)), "a Profile, or the path of one")
     if trace_dir is not None and profile is not None:
         raise ArgumentError("trace_dir= is of the measurement, and with profile= nothing is measured: leave one out")
     model = unwrap(model)

@@ -5,10 +5,11 @@ A value that is documented and not built in this version is a NotBuiltError, one
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from partitioner.errors import ArgumentError, NotBuiltError
+from partitioner.errors import ArgumentError, NotBuiltError, expect
 from partitioner.specs import EXECUTED, OPTIMIZER_BYTES, SCHEDULES, Cluster, parse_bytes
 
 _CHOICES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
@@ -34,6 +35,7 @@ def check_arguments(**given: Any) -> None:
                 raise NotBuiltError(f"{name}={value!r} is not built in this version; {_use(built)}")
             raise ArgumentError(f"{name}={value!r} is unknown; {_use(built)}")
     _check_optimizer(given.get("optimizer", "adamw"))
+    _check_kinds(given)
     for name in ("batch_size", "microbatches"):
         _check_count(name, given.get(name))
     if given.get("memory_limit") is not None:
@@ -46,9 +48,33 @@ def check_arguments(**given: Any) -> None:
         raise ArgumentError(f"mesh={mesh!r} is unknown; use 'auto' or {{'pp': 2, 'dp': 2}}")
 
 
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "batch_dim": ((int,), "the dimension of the inputs that counts samples, from 0 on"),
+    "loss_fn": ((Callable, type(None)), "a function of output and target"),  # type: ignore[dict-item]
+    "pin": ((Mapping, type(None)), "the stage of some layers: {'layer id': 0}"),
+    "trace_dir": ((str, os.PathLike, type(None)), "the path of a folder"),
+    "seed": ((int,), "a whole number"),
+}
+"""Argument -> what it may be, and what to give."""
+
+
+def _check_kinds(given: Mapping[str, Any]) -> None:
+    for name, (kinds, give) in _KINDS.items():
+        if name in given:
+            expect(name, given[name], kinds, give)
+    if given.get("batch_dim", 0) < 0:
+        raise ArgumentError(f"batch_dim={given['batch_dim']} counts from the end: give {_KINDS['batch_dim'][1]}")
+    for layer, stage in (given.get("pin") or {}).items():
+        if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
+            raise ArgumentError(f"pin={{{layer!r}: {stage!r}}} is no stage: give its number, from 0 on")
+
+
 def full_mesh(mesh: Mapping[str, int], devices: int | None) -> dict[Literal["pp", "dp"], int]:
     """The mesh with both axes; an ArgumentError where it needs more devices than there are."""
-    unknown = sorted(set(mesh) - {"pp", "dp", "tp"})
+    expect("mesh", mesh, Mapping, "'auto' or {'pp': 2, 'dp': 2}")
+    for axis, size in mesh.items():
+        expect(f"mesh[{axis!r}]", size, int, "its number of ranks")
+    unknown = sorted(set(mesh) - {"pp", "dp", "tp"}, key=str)
     if unknown:
         raise ArgumentError(f"mesh has no axis {unknown[0]!r}: use 'pp' (stages) and 'dp' (replicas)")
     if mesh.get("tp", 1) != 1:
@@ -78,6 +104,7 @@ def num_devices(gpus: Any) -> int:
 
 def _check_optimizer(optimizer: Any) -> None:
     if not isinstance(optimizer, str):
+        expect("optimizer", optimizer, (int, float), "its name, or bytes of state a parameter element")
         if optimizer < 0:
             raise ArgumentError(f"optimizer={optimizer} bytes a parameter is impossible: give 0 or more")
     elif optimizer == "adafactor":

@@ -122,7 +122,7 @@ def _plan_of_profile(options: argparse.Namespace) -> Any:
         )
     element_bytes = profile.trainable_element_bytes
     fields["optimizer_bytes"] = optimizer_state_bytes(fields.get("optimizer", "adamw"), element_bytes)
-    training = _checked(Training, batch_dim=profile.batch_dim, **fields)
+    training = Training(batch_dim=profile.batch_dim, **fields)
     return solve(profile, Cluster.parse(options.gpus), training)
 
 
@@ -287,19 +287,6 @@ def _call(function: Callable[..., Any], where: str, arguments: dict[str, Any]) -
     if missing:
         raise ArgumentError(f"{where} returned no {', '.join(missing)}: {function.__name__} needs it")
     return function(**{name: value for name, value in arguments.items() if name in known})
-
-
-def _checked(kind: Callable[..., Any], **fields: Any) -> Any:
-    """A value of the user's data class, or an ArgumentError that names the field."""
-    from pydantic import ValidationError
-
-    try:
-        return kind(**fields)
-    except ValidationError as error:
-        faults = error.errors()
-        name = str(faults[0]["loc"][0]) if faults[0]["loc"] else "the arguments"
-        said = " or ".join(dict.fromkeys(fault["msg"] for fault in faults if fault["loc"][:1] == faults[0]["loc"][:1]))
-        raise ArgumentError(f"--{name.replace('_', '-')} {fields.get(name, '')}: {said}") from None
 
 
 def _save(thing: Any, path: str | None) -> None:

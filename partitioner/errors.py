@@ -1,5 +1,10 @@
 """What can go wrong, as one tree: each error says what is wrong with its numbers, then what to change."""
 
+from __future__ import annotations
+
+import os
+from typing import Any
+
 
 class PartitionerError(Exception):
     """Any failure that this package reports on purpose; `exit_code` is what the shell command returns."""
@@ -58,3 +63,20 @@ class RankError(PartitionerError):
     ) -> None:
         super().__init__(message)
         self.rank, self.stage, self.microbatch, self.layer = rank, stage, microbatch, layer
+
+
+def expect(name: str, value: Any, kind: type | tuple[type, ...], give: str) -> None:
+    """Refuse an argument of another kind: an ArgumentError that names it, what it was and what to give.
+
+    >>> expect("microbatches", "x", int, "a number of micro-batches")
+    Traceback (most recent call last):
+    partitioner.errors.ArgumentError: microbatches='x' is a str: give a number of micro-batches
+    """
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
+        shown = repr(value)
+        shown = shown if len(shown) <= 60 and "\n" not in shown else f"{type(value).__name__}(...)"
+        raise ArgumentError(f"{name}={shown} is a {type(value).__name__}: give {give}")
+
+
+def expect_path(name: str, value: Any) -> None:
+    expect(name, value, (str, os.PathLike), "the path of a file or folder")

@@ -7,7 +7,6 @@ allocator would hold at its peak, context and communicators included.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field
@@ -181,7 +180,7 @@ class CapacityReport(Shown, Frozen):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write as JSON; the file is whole or not there."""
-        write_whole(Path(path), self.model_dump_json(indent=1))
+        write_whole(path, self.model_dump_json(indent=1))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, model_validator
@@ -296,7 +295,7 @@ class Plan(ShownPlan, Frozen):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write as JSON; the file is whole or not there."""
-        write_whole(Path(path), self.model_dump_json(indent=1))
+        write_whole(path, self.model_dump_json(indent=1))
 
     def to_split_spec(self) -> dict[str, str]:
         """Cut points as torch.distributed.pipelining's `pipeline(..., split_spec=)` names them: module -> "beginning".

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from partitioner.arguments import check_arguments
-from partitioner.errors import ArgumentError, InfeasibleError, PartitionerError
+from partitioner.errors import ArgumentError, InfeasibleError, PartitionerError, expect
 from partitioner.forecast import CapacityReport, CurvePoint, LayoutForecast, StepParts, Variation
 from partitioner.layouts import Candidate, Demand, Found, Search, Wish, check_wish, held_by_stage
 from partitioner.losses import LossFunction
@@ -125,6 +125,8 @@ def capacity(
         hardware=hardware,
     )
     _check(asked, what_if or {})
+    if price_per_hour is not None:
+        expect("price_per_hour", price_per_hour, (int, float), "the price of one device")
     if price_per_hour is not None and price_per_hour < 0:
         raise ArgumentError(f"price_per_hour={price_per_hour} is impossible: give 0 or more")
     if most_devices is not None and (isinstance(most_devices, bool) or most_devices < 1):
@@ -301,6 +303,10 @@ def _check(asked: _Asked, what_if: Mapping[str, Sequence[Any]]) -> None:
     _state(asked, None)
     if asked.accumulate not in ("auto", "fp32"):
         raise ArgumentError(f"accumulate={asked.accumulate!r} is unknown; use 'auto' or 'fp32'")
+    expect("what_if", what_if, Mapping, "values to change: {'batch_size': [128, 512]}")
+    for name, values in what_if.items():
+        if isinstance(values, str) or not isinstance(values, Sequence):
+            raise ArgumentError(f"what_if={{{name!r}: {values!r}}}: give a list of values, like [{values!r}]")
     unknown = sorted(set(what_if) - set(CHANGES))
     if unknown:
         raise ArgumentError(f"what_if cannot change {unknown[0]!r}: use {', '.join(CHANGES)}")

@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from partitioner.capture import FATES, Capture, CapturedLayer, CapturedTensor, capture, copied, fate
-from partitioner.errors import ArgumentError, NotBuiltError, SetupError, UnsupportedModelError
+from partitioner.errors import ArgumentError, NotBuiltError, SetupError, UnsupportedModelError, expect
 from partitioner.joining import base_name
 from partitioner.layer_trace import DIRECTIONS, named_range, range_name, recorded, trace_folder
 from partitioner.losses import Loss, LossFunction
@@ -35,6 +35,7 @@ from partitioner.progress import Progress, shown
 from partitioner.recording import storage_of
 from partitioner.restore import ModelState, random_states, set_random_states, untouched
 from partitioner.slicing import Slice, SliceRun
+from partitioner.specs import OPTIMIZER_BYTES
 from partitioner.structures import map_tensors, tensors_in
 from partitioner.surveying import alone, inseparable, survey
 from partitioner.tracing import unwrap
@@ -87,6 +88,12 @@ def profile(
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     loss = Loss(model, loss_fn, None) if loss_fn is not None or not on_meta else Loss(model, None, None)
     threads = torch.get_num_threads() if num_threads is None else num_threads
+    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
+        raise ArgumentError(f"num_threads={threads!r} is impossible: give 1 or more")
+    if not max_share > 0:
+        raise ArgumentError(f"max_share={max_share} lets no layer be: give the largest share of the work, above 0 to 1")
+    if optimizer not in (*OPTIMIZER_BYTES, "adafactor", "none"):
+        raise ArgumentError(f"optimizer={optimizer!r} is unknown; use {', '.join(OPTIMIZER_BYTES)}, or none")
     whole = MicroBatch(args, kwargs, example_target, batch)
     fails = explained(model, [whole, *cut], loss_fn, batch_dim)
     with fails, shown(progress) as tell, _threads(threads), untouched(model):
@@ -144,8 +151,11 @@ def profile(
 
 
 def _sizes(batch: int, wanted: Sequence[int] | None) -> tuple[int, ...]:
-    sizes = sorted(set(usual_sizes(batch) if wanted is None else wanted))
-    if sizes[0] < 1 or sizes[-1] > batch:
+    sizes = list(usual_sizes(batch)) if wanted is None else [wanted] if isinstance(wanted, (int, str)) else list(wanted)
+    for size in sizes:
+        expect("microbatch_sizes", size, int, "numbers of samples, like [2, 8]")
+    sizes = sorted(set(sizes))
+    if not sizes or sizes[0] < 1 or sizes[-1] > batch:
         raise ArgumentError(f"micro-batches of {sizes} samples cannot be cut from a batch of {batch}: use 1 to {batch}")
     return tuple(sizes)
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Literal, Self, TypeVar
 from pydantic import Field, ValidationError, model_validator
 
 from partitioner.display import Shown
-from partitioner.errors import ArgumentError, SetupError
+from partitioner.errors import ArgumentError, SetupError, expect_path
 from partitioner.specs import Bytes, Frozen, Seconds
 
 FORMAT_VERSION: Final = 1
@@ -252,7 +252,7 @@ class Profile(Shown, Frozen):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write as JSON; the file is whole or not there."""
-        write_whole(Path(path), self.model_dump_json(indent=1))
+        write_whole(path, self.model_dump_json(indent=1))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:
@@ -260,13 +260,13 @@ class Profile(Shown, Frozen):
         return read_checked(cls, path)
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: str | os.PathLike[str], text: str) -> None:
     """Write beside the target, then rename: nobody ever sees half a file. Links are followed, pipes written into."""
     check_writable(path)
     try:
-        _write(path, text)
+        _write(Path(path), text)
     except OSError as error:
-        raise SetupError(f"cannot write {path}: {error.strerror}") from error
+        raise SetupError(f"cannot write {os.fspath(path)}: {error.strerror}") from error
 
 
 def _write(path: Path, text: str) -> None:
@@ -297,7 +297,8 @@ def read_checked(kind: type[Kind], path: str | os.PathLike[str]) -> Kind:
         found, version = kind_of(content), content.get("version") if isinstance(content, dict) else None
         if found not in (kind.__name__, None):
             raise ArgumentError(f"{shown} holds a {found}, and a {kind.__name__} is needed here") from None
-        if found is not None and version != (wanted := kind.model_fields["version"].default):
+        wanted = kind.model_fields["version"].default if found else None
+        if found and (not isinstance(version, int) or version > wanted):
             raise ArgumentError(
                 f"{shown} is a {found} of format {version}, this partitioner reads format {wanted}: make it again"
             ) from None
@@ -307,6 +308,7 @@ def read_checked(kind: type[Kind], path: str | os.PathLike[str]) -> Kind:
 
 def read_json(path: str | os.PathLike[str]) -> Any:
     """What a JSON file holds; an ArgumentError where there is none."""
+    expect_path("path", path)
     shown = os.fspath(path)
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -341,6 +343,7 @@ _FIELDS = {
 
 def check_writable(path: str | os.PathLike[str]) -> None:
     """Refuse a file that cannot be written, before the work whose result it is to hold."""
+    expect_path("path", path)
     target = Path(path)
     folder = target.parent
     if target.is_dir():

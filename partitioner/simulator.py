@@ -18,7 +18,7 @@ import numpy as np
 from partitioner.actions import KINDS, Orders, Table, chain, check_schedule, most_held
 from partitioner.clock import Clock, Floats, Replica, StageCost, StepTimes, Transfer, run_clock
 from partitioner.costs import Baseline, exchange_s, place, replica_costs, single_device
-from partitioner.errors import ArgumentError
+from partitioner.errors import ArgumentError, expect
 from partitioner.graph import CostGraph
 from partitioner.memory import stage_memory
 from partitioner.own_order import faster_order
@@ -73,6 +73,12 @@ def simulate(
     The plan's own order of actions is used, where it has one; under another schedule, and of other micro-batches or
     another cluster, what `solve` would use: an order searched for the stages' own times, where that is faster.
     """
+    expect("plan", plan, Plan, "a Plan: partitioner.load(path) reads one")
+    expect("cluster", cluster, (Cluster, type(None)), "a Cluster: Cluster.parse('8xH100')")
+    if microbatches is not None:
+        expect("microbatches", microbatches, int, "a number of micro-batches")
+        if microbatches < 1:
+            raise ArgumentError(f"microbatches={microbatches} is impossible: give 1 or more")
     name = schedule or plan.schedule
     if placement(name, plan.num_stages, plan.mesh["pp"]) != plan.placement:
         raise ArgumentError(

@@ -10,9 +10,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from partitioner.errors import ArgumentError
+from partitioner.errors import ArgumentError, expect
 
 MOST_SECONDS = 1e8
 Seconds = Annotated[float, Field(ge=0, le=MOST_SECONDS, allow_inf_nan=False)]
@@ -57,6 +57,27 @@ class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class Given(Frozen):
+    """What users write down by hand: a field that cannot be is an ArgumentError that names it.
+
+    >>> Training(batch_size=0)
+    Traceback (most recent call last):
+    partitioner.errors.ArgumentError: Training(batch_size=0): Input should be greater than or equal to 1
+    """
+
+    def __init__(self, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            faults = error.errors()
+            place = faults[0]["loc"]
+            said = " or ".join(dict.fromkeys(str(one["msg"]) for one in faults if one["loc"][:1] == place[:1]))
+            name = str(place[0]) if place else ""
+            shown = f"{name}={fields[name]!r}" if name in fields else name
+            where = f"{type(self).__name__}({shown})" if name else type(self).__name__
+            raise ArgumentError(f"{where}: {said.removeprefix('Value error, ')}") from error
+
+
 _UNITS: dict[str, int] = {"": 1, "B": 1} | {
     prefix + suffix: base**power
     for base, suffix in ((1000, "B"), (1024, "iB"))
@@ -98,7 +119,7 @@ def format_bytes(num_bytes: float) -> str:
     return f"{value:.1f} TiB"
 
 
-class Device(Frozen):
+class Device(Given):
     """One accelerator or CPU rank. `relative_speed` scales measured times: 2.0 runs a layer in half the time."""
 
     name: str
@@ -117,7 +138,7 @@ class Device(Frozen):
         return max(0, self.memory_bytes - self.overhead_bytes)
 
 
-class Link(Frozen):
+class Link(Given):
     """Seconds of one message as a table over its size; straight lines between, the last slope beyond.
 
     `sizes_bytes` ascending, `seconds` beside it. At least two points.
@@ -165,7 +186,7 @@ class Link(Frozen):
         return 2 * (num_ranks - 1) * self.time(num_bytes / num_ranks)
 
 
-class Cluster(Frozen):
+class Cluster(Given):
     """Devices in rank order, the node each one sits in, and the links within and between nodes."""
 
     devices: tuple[Device, ...]
@@ -201,6 +222,7 @@ class Cluster(Frozen):
         Memory and links are those of `hardware.toml`, where each figure has its source; upper and lower case are the
         same. A device that is not listed there is an ArgumentError that names those that are.
         """
+        expect("the cluster", text, str, "the name of one, like '8xH100'")
         found = re.fullmatch(r"\s*(?:(?:(\d+)\s*x\s*)?(\d+)\s*x\s*)?([A-Za-z0-9][A-Za-z0-9_. -]*?)\s*", text)
         if found is None or (found[2] is None and found[3].isdigit()):
             raise ArgumentError(f"cannot read the devices {text!r}: write them like '8xH100' or '2x8xA100-80GB'")
@@ -343,7 +365,7 @@ def optimizer_state_bytes(optimizer: str, element_bytes: float = 4) -> float:
     return OPTIMIZER_BYTES[optimizer] * element_bytes / 4
 
 
-class Training(Frozen):
+class Training(Given):
     """One optimizer step: its data, and what the planner may choose ("auto") or must keep."""
 
     batch_size: Annotated[int, Field(ge=1, le=2**31)]

@@ -13,7 +13,7 @@ from torch import nn
 
 from partitioner.capture import fingerprint
 from partitioner.display import Shown
-from partitioner.errors import ArgumentError, PlanMismatchError
+from partitioner.errors import ArgumentError, PlanMismatchError, expect
 from partitioner.executor import launch, materialize
 from partitioner.losses import Loss, LossFunction, LossWeight
 from partitioner.microbatches import Cutter, MicroBatch, as_call
@@ -153,6 +153,8 @@ def verify(
     random numbers is compared in eval mode, which the result says. The ranks are processes of this machine.
     `progress`: as for `partition`.
     """
+    expect("plan", plan, Plan, "a Plan: partitioner.load(path) reads one")
+    expect("steps", steps, int, "a number of steps")
     if steps < 2:
         raise ArgumentError(f"steps={steps}: verify needs 2 or more, the first one warms up")
     model = unwrap(model)

@@ -42,7 +42,7 @@ def test_a_plan_file_stands_alone(tmp_path: Path) -> None:
 def test_a_file_that_is_no_plan_is_refused_by_the_field(tmp_path: Path, changes: dict[str, Any], field: str) -> None:
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(json.loads(given_plan().model_dump_json()) | changes))
-    with pytest.raises(ArgumentError, match=rf"plan\.json is not a Plan: {field}"):
+    with pytest.raises(ArgumentError, match=rf"plan\.json is .*{field}"):
         load(path)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import Dataset, DistributedSampler
 
 from partitioner.actions import check_schedule
-from partitioner.errors import ArgumentError, NotBuiltError, SetupError
+from partitioner.errors import ArgumentError, NotBuiltError, SetupError, expect
 from partitioner.executor.agreement import digest, refuse_differing, refuse_other_order
 from partitioner.executor.failures import Failures
 from partitioner.executor.mesh import Mesh, join_mesh
@@ -63,6 +63,7 @@ def materialize(
     PlanMismatchError: another number of processes, or another model than the plan's. ArgumentError: parameters on the
     meta device without weights; an optimizer made too early.
     """
+    expect("plan", plan, Plan, "a Plan: partitioner.load(path) reads one")
     if not plan.runnable:
         raise NotBuiltError("this plan cannot be run by this version: " + " ".join(plan.why))
     if plan.schedule not in EXECUTED or plan.stages_per_rank > 1:

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 from partitioner.graph import CostGraph
@@ -76,7 +75,7 @@ def document(plan: Plan, *, measured: Timeline | None = None) -> str:
 
 def save(plan: Plan, path: str | os.PathLike[str], *, measured: Timeline | None = None) -> None:
     """Write `document`; the file is whole or not there."""
-    write_whole(Path(path), document(plan, measured=measured))
+    write_whole(path, document(plan, measured=measured))
 
 
 def _version() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from partitioner.errors import ArgumentError
+from partitioner.errors import ArgumentError, expect
 from partitioner.memory import memory_limit
 from partitioner.plan import Alternative, MemoryItems, Plan, StagePrediction
 from partitioner.report.blocks import Bar, Drawing, Facts, Page, Part, Prose, Table
@@ -26,6 +26,7 @@ def check_measured(plan: Plan, measured: Timeline | None) -> None:
     """ArgumentError for a step that ran under another plan: shown beside this one it would mean nothing."""
     if measured is None:
         return
+    expect("measured", measured, Timeline, "a Timeline: stage.timeline(), or report.trace.read(path)")
     if measured.num_ranks != plan.num_ranks:
         raise ArgumentError(
             f"the measured step ran on {count(measured.num_ranks, 'rank')}, the plan has {plan.num_ranks}: "

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from partitioner.errors import SetupError
+from partitioner.errors import ArgumentError, SetupError, expect_path
 from partitioner.plan import Plan
 from partitioner.timeline import Timeline
 
@@ -33,7 +33,11 @@ class Scalars:
         except ModuleNotFoundError as error:
             raise SetupError("scalars need tensorboard: pip install 'torch-partitioner[tensorboard]'") from error
         self.plan = plan
-        self._writers = {name: Writer(str(Path(folder) / name)) for name in ("predicted", "measured")}
+        expect_path("folder", folder)
+        try:
+            self._writers = {name: Writer(str(Path(folder) / name)) for name in ("predicted", "measured")}
+        except OSError as error:
+            raise ArgumentError(f"cannot write scalars to {os.fspath(folder)}: {error.strerror}") from error
 
     def add(self, step: int, timeline: Timeline) -> None:
         """One measured step, and the prediction beside it."""

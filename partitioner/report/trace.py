@@ -55,7 +55,7 @@ def trace(plan: Plan, *, measured: Timeline | None = None) -> dict[str, Any]:
 
 def save(plan: Plan, path: str | os.PathLike[str], *, measured: Timeline | None = None) -> None:
     """Write `trace`; the file is whole or not there."""
-    write_whole(Path(path), json.dumps(trace(plan, measured=measured), separators=(",", ":")))
+    write_whole(path, json.dumps(trace(plan, measured=measured), separators=(",", ":")))
 
 
 def read(path: str | os.PathLike[str], *, measured: bool = True) -> Timeline:

@@ -6,7 +6,7 @@ import math
 
 from partitioner.actions import Orders
 from partitioner.costs import single_device
-from partitioner.errors import InfeasibleError
+from partitioner.errors import InfeasibleError, expect
 from partitioner.graph import CostGraph
 from partitioner.own_order import faster_order
 from partitioner.plan import Alternative, Plan, Prediction, Stage
@@ -41,6 +41,9 @@ def solve(profile: Profile, cluster: Cluster, training: Training, *, progress: b
     Errors: ArgumentError where what is asked for cannot be had at all, InfeasibleError where nothing fits the memory;
     its message names what does not fit, the bytes short, and a change that was tried and fits.
     """
+    expect("profile", profile, Profile, "a Profile: partitioner.profile(...), or Profile.load(path)")
+    expect("cluster", cluster, Cluster, "a Cluster: Cluster.parse('8xH100')")
+    expect("training", training, Training, "a Training: Training(batch_size=64)")
     graph = CostGraph(profile)
     if training.objective != "train":
         return solve_inference(graph, cluster, training)
