@@ -13,14 +13,15 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from partitioner.solver.limits import Floats, Ints, Limits
+from partitioner.solver.limits import Flags, Floats, Ints, Limits
 from partitioner.solver.starts import Starts
+from partitioner.solver.windows import least_that_fits, window_minimum
 
 TOLERANCE = 1e-12
 """Relative; sums of floats in another order differ by less."""
@@ -323,13 +324,15 @@ def _shortest(chain: Chain, lines: Lines, places: list[Ints], *, tested: bool) -
 
         if not tested or limits is None:
             low = window()
-            least = _window_minimum(base, low, before)
+            least = window_minimum(base, low, before)
             history.append(_Window(base, low, before).source)
         else:
-            least, source = _least_that_fits(base, window(), before, limits, s, starts, ends)
+            fit = partial(_fit, limits, s, starts, ends)
+            least, source = least_that_fits(base, window(), before, fit)
             if again is not None and limits.lean is not None:
                 longer = base - again[starts] / speed
-                value, other = _least_that_fits(longer, window(True), before, limits.lean, s, starts, ends)
+                fit = partial(_fit, limits.lean, s, starts, ends)
+                value, other = least_that_fits(longer, window(True), before, fit)
                 value = value + again[ends] / speed
                 least, source = np.where(value < least, value, least), np.where(value < least, other, source)
             history.append(source.item)
@@ -345,6 +348,11 @@ def _shortest(chain: Chain, lines: Lines, places: list[Ints], *, tested: bool) -
     return tuple(reversed(cuts))
 
 
+def _fit(limits: Limits, stage: int, starts: Ints, ends: Ints, start: Ints, end: Ints) -> Flags:
+    """Whether the stage fits from the starts to the ends of these numbers."""
+    return limits.fit(stage, starts[start], ends[end])
+
+
 class _Window(NamedTuple):
     """Where each window's least value is, found again for the few that are asked for."""
 
@@ -354,76 +362,6 @@ class _Window(NamedTuple):
 
     def source(self, end: int) -> int:
         return int(self.low[end] + np.argmin(self.base[self.low[end] : self.high[end]]))
-
-
-def _least_that_fits(
-    base: Floats, low: Ints, high: Ints, limits: Limits, stage: int, starts: Ints, ends: Ints
-) -> tuple[Floats, Ints]:
-    """[ends] the least of base[low:high] over the starts from which the stage fits, inf for none; and where that is.
-
-    The least of a range is tested; where it does not fit, the range is cut there, and in halves, and the parts whose
-    least value is still below the best one that fits are tested next. So a window of w starts takes log w rounds at
-    most, and few tests where most stages fit.
-    """
-    least, source = np.full(len(ends), np.inf), np.zeros(len(ends), dtype=np.int64)
-    end = np.flatnonzero(low < high)
-    low, high = low[end], high[end]
-    first = _least_places(base)
-    while len(end):
-        at = first(low, high)
-        better = base[at] < least[end]
-        end, low, high, at = end[better], low[better], high[better], at[better]
-        fit = limits.fit(stage, starts[at], ends[end])
-        found, place = end[fit], at[fit]
-        order = np.argsort(-base[place], kind="stable")  # of several ranges of one end, the least comes last
-        least[found[order]], source[found[order]] = base[place[order]], place[order]
-        end, low, high, at = end[~fit], low[~fit], high[~fit], at[~fit]
-        left, right = (low + at + 1) // 2, (at + 1 + high) // 2
-        parts = (low, left), (left, at), (at + 1, right), (right, high)
-        end = np.tile(end, 4)
-        low, high = (np.concatenate(side) for side in zip(*parts, strict=True))
-        some = low < high
-        end, low, high = end[some], low[some], high[some]
-    return least, source
-
-
-def _least_places(values: Floats) -> Callable[[Ints, Ints], Ints]:
-    """Where the least of values[low:high] is, the first of equal ones: a sparse table, two powers of two cover a
-    window."""
-    tables = [np.arange(len(values))]
-    while 2 ** len(tables) <= len(values):
-        half = 2 ** (len(tables) - 1)
-        table = tables[-1].copy()
-        near, far = tables[-1][:-half], tables[-1][half:]
-        table[:-half] = np.where(values[far] < values[near], far, near)
-        tables.append(table)
-    stacked = np.stack(tables)
-
-    def first(low: Ints, high: Ints) -> Ints:
-        level = np.frexp((high - low).astype(float))[1] - 1
-        near, far = stacked[level, low], stacked[level, high - (1 << level)]
-        places: Ints = np.where(values[far] < values[near], far, near)
-        return places
-
-    return first
-
-
-def _window_minimum(values: Floats, low: Ints, high: Ints) -> Floats:
-    """min of values[low:high] for each pair, inf where empty: a sparse table, two powers of two cover a window."""
-    lengths = high - low
-    longest = int(lengths.max(initial=0))
-    if longest <= 0:
-        return np.full(len(low), np.inf)
-    levels = np.maximum(np.frexp(np.maximum(lengths, 1).astype(float))[1] - 1, 0)
-    tables = [values]
-    for level in range(int(levels.max())):
-        half, table = 1 << level, tables[-1].copy()
-        np.minimum(table[:-half], table[half:], out=table[:-half])
-        tables.append(table)
-    stacked = np.stack(tables)
-    safe = np.where(lengths > 0, low, 0)
-    second = np.maximum(high - (1 << levels), 0)
-    return np.where(lengths > 0, np.minimum(stacked[levels, safe], stacked[levels, second]), np.inf)
 
 
 def best_split(chain: Chain, weight: float, tolerance: float = 0.0) -> tuple[Split, ...]:

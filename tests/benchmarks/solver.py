@@ -1,20 +1,23 @@
 """Solve published cost graphs under their own objectives, and compare with what their authors' solvers found.
 
-usage: python tests/benchmarks/solver.py --graphs DIR [--names substring] [--json FILE]
+usage: python tests/benchmarks/solver.py --graphs DIR [--names substring] [--captured] [--json FILE]
 
 DIR holds *.json.gz: layers, edges and, by setting, the objective that a reference solver reached, with its split and
 its CPU seconds. Every split of ours is measured again by `graph_checks`, from the file alone. Ratios are ours /
-reference, of speed-ups reference / ours: below 1 is better.
+reference, of speed-ups reference / ours: below 1 is better. Graphs with branches that no reference has solved are
+split for steps of synchronous training as well; --captured: so are U-Nets of ours, captured here (this needs torch).
 """
 
 from __future__ import annotations
 
 import argparse
 import gzip
+import itertools
 import json
 import math
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,21 +55,60 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--graphs", type=Path, required=True)
     parser.add_argument("--names", default="", help="only graphs whose name has this in it")
+    parser.add_argument("--captured", action="store_true", help="also U-Nets of ours, captured here")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     print(f"{'graph':<36} {'setting':<58} {'ours':>12} {'reference':>12} {'ratio':>8} {'gap':>8} {'s':>7} {'ref s':>8}")
-    for path in sorted(args.graphs.glob("*.json.gz")):
-        if args.names in path.name:
-            with gzip.open(path, "rt") as file:
-                graph = json.load(file)
-            for setting, known in [*graph["known"].items(), *branching_settings(graph)]:
-                if (row := measure(graph, setting, known)) is not None:
-                    rows.append(row)
-                    print(line(row), flush=True)
+    graphs = (read(path) for path in sorted(args.graphs.glob("*.json.gz")) if args.names in path.name)
+    for graph in itertools.chain(graphs, captured() if args.captured else ()):
+        for setting, known in [*graph["known"].items(), *branching_settings(graph)]:
+            if (row := measure(graph, setting, known)) is not None:
+                rows.append(row)
+                print(line(row), flush=True)
     summarise(rows)
     if args.json:
         args.json.write_text(json.dumps({"rows": rows}, indent=1))
+
+
+def read(path: Path) -> Graph:
+    with gzip.open(path, "rt") as file:
+        graph: Graph = json.load(file)
+    return graph
+
+
+def captured() -> Iterator[Graph]:
+    """U-Nets of 3 to 6 levels as graphs of the same form: estimated, of one sample."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    import models
+    import torch
+
+    import partitioner as pt
+
+    for levels in (3, 4, 5, 6):
+        model, images = models.UNet(8, levels), torch.randn(1, 3, 2 ** (levels + 2), 2 ** (levels + 2))
+        profile = pt.estimate(model, (images,), loss_fn=torch.nn.functional.mse_loss, example_target=images)
+        sent = {layer.id: 0.0 for layer in profile.layers}
+        edges = set()
+        for tensor in profile.tensors:
+            sent[tensor.producer] += profile.tensor_bytes(tensor, 1)
+            edges |= {(tensor.producer, user) for user in tensor.consumers if user != tensor.producer}
+        nodes = [
+            {
+                "id": layer.id,
+                "forward_s": layer.cost(1).forward_s,
+                "backward_s": layer.cost(1).backward_s,
+                "activation_bytes": sent[layer.id],
+            }
+            for layer in profile.layers
+        ]
+        yield {
+            "name": f"captured U-Net, {levels} levels",
+            "family": "captured",
+            "nodes": nodes,
+            "edges": [[u, v, None] for u, v in sorted(edges)],
+            "known": {},
+        }
 
 
 def measure(graph: Graph, setting: str, known: dict[str, Any]) -> dict[str, Any] | None:
@@ -315,14 +357,18 @@ def solve_dapple(graph: Graph, setting: str, values: dict[str, str], known: dict
     )
 
 
-BRANCHING = ("stages=2,microbatches=8", "stages=4,microbatches=8", "stages=4,microbatches=32")
+BRANCHING = [f"stages={stages},microbatches={m}" for stages in (2, 3, 4, 8, 16) for m in (1, 2, 8, 32)]
 BYTES_PER_S = 12.5e9
 
 
 def branching_settings(graph: Graph) -> list[tuple[str, dict[str, Any]]]:
     """A step of synchronous training, of files of layers with branches that no reference has solved."""
     tails = [tail for tail, _, _ in graph["edges"]]
-    if graph["family"] not in ("pipedream", "dapple") or len(set(tails)) == len(tails) or graph.get("states"):
+    if (
+        graph["family"] not in ("pipedream", "dapple", "captured")
+        or len(set(tails)) == len(tails)
+        or graph.get("states")
+    ):
         return []
     return [(setting, {"objective_def": "train", "objective": None, "solver": ""}) for setting in BRANCHING]
 

@@ -1,0 +1,80 @@
+"""The least of each of many windows of an array, and the least that passes a test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+
+def window_minimum(values: Floats, low: Ints, high: Ints) -> Floats:
+    """min of values[low:high] for each pair, inf where empty: a sparse table, two powers of two cover a window."""
+    lengths = high - low
+    longest = int(lengths.max(initial=0))
+    if longest <= 0:
+        return np.full(len(low), np.inf)
+    levels = np.maximum(np.frexp(np.maximum(lengths, 1).astype(float))[1] - 1, 0)
+    tables = [values]
+    for level in range(int(levels.max())):
+        half, table = 1 << level, tables[-1].copy()
+        np.minimum(table[:-half], table[half:], out=table[:-half])
+        tables.append(table)
+    stacked = np.stack(tables)
+    safe = np.where(lengths > 0, low, 0)
+    second = np.maximum(high - (1 << levels), 0)
+    return np.where(lengths > 0, np.minimum(stacked[levels, safe], stacked[levels, second]), np.inf)
+
+
+def least_that_fits(values: Floats, low: Ints, high: Ints, fit: Callable[[Ints, Ints], Flags]) -> tuple[Floats, Ints]:
+    """[windows] the least of values[low:high] over those places that fit the window, inf for none; and its place.
+
+    fit: (places, windows) -> whether each pair does. The least of a range is tested; where it does not fit, the range
+    is cut there, and in halves, and the parts whose least value is still below the best one that fits are tested next.
+    So a window of w places takes log w rounds at most, and few tests where most places fit.
+    """
+    least, source = np.full(len(low), np.inf), np.zeros(len(low), dtype=np.int64)
+    end = np.flatnonzero(low < high)
+    low, high = low[end], high[end]
+    first = least_places(values)
+    while len(end):
+        at = first(low, high)
+        better = values[at] < least[end]
+        end, low, high, at = end[better], low[better], high[better], at[better]
+        good = fit(at, end)
+        found, place = end[good], at[good]
+        order = np.argsort(-values[place], kind="stable")  # of several ranges of one end, the least comes last
+        least[found[order]], source[found[order]] = values[place[order]], place[order]
+        end, low, high, at = end[~good], low[~good], high[~good], at[~good]
+        left, right = (low + at + 1) // 2, (at + 1 + high) // 2
+        parts = (low, left), (left, at), (at + 1, right), (right, high)
+        end = np.tile(end, 4)
+        low, high = (np.concatenate(side) for side in zip(*parts, strict=True))
+        some = low < high
+        end, low, high = end[some], low[some], high[some]
+    return least, source
+
+
+def least_places(values: Floats) -> Callable[[Ints, Ints], Ints]:
+    """Where the least of values[low:high] is, the first of equal ones: a sparse table, two powers of two cover a
+    window."""
+    tables = [np.arange(len(values))]
+    while 2 ** len(tables) <= len(values):
+        half = 2 ** (len(tables) - 1)
+        table = tables[-1].copy()
+        near, far = tables[-1][:-half], tables[-1][half:]
+        table[:-half] = np.where(values[far] < values[near], far, near)
+        tables.append(table)
+    stacked = np.stack(tables)
+
+    def first(low: Ints, high: Ints) -> Ints:
+        level = np.frexp((high - low).astype(float))[1] - 1
+        near, far = stacked[level, low], stacked[level, high - (1 << level)]
+        places: Ints = np.where(values[far] < values[near], far, near)
+        return places
+
+    return first
