@@ -86,6 +86,8 @@ class Capture:
     """Modules around layers that may run whole where no cut goes through; see `profiles.Profile.joinable`."""
     glue: dict[str, int]
     """Moments between layers, and how many torch functions ran then."""
+    glue_names: dict[str, int]
+    """Moments between layers, and checksums of the functions' names; empty where values decide nothing."""
     dynamic: bool
     """Whether values decide, between layers, which way the forward takes."""
     fire_hooks: tuple[str, ...]
@@ -110,6 +112,7 @@ STRUCTURE = (
     "opened",
     "joinable",
     "glue",
+    "glue_names",
     "dynamic",
     "fire_hooks",
     "buffers",
@@ -371,6 +374,7 @@ class _Chooser:
         for parameter in parameters:
             for layer in parameter.layers:
                 used[layer].append(parameter.names[0])
+        dynamic = any(self.layer_around(node) is None for node in recording.decisions)
         keys = self.keys()
         layers = tuple(
             CapturedLayer(
@@ -392,9 +396,16 @@ class _Chooser:
             opened=self.opened(),
             joinable=self.joinable(keep_open),
             glue={
-                moment: count for moment, (count, node) in recording.moments.items() if self.layer_around(node) is None
+                moment: count
+                for moment, (count, node, _) in recording.moments.items()
+                if self.layer_around(node) is None
             },
-            dynamic=any(self.layer_around(node) is None for node in recording.decisions),
+            glue_names={
+                moment: names
+                for moment, (_, node, names) in recording.moments.items()
+                if dynamic and self.layer_around(node) is None
+            },
+            dynamic=dynamic,
             fire_hooks=tuple(sorted(fire_hooks)),
             buffers=buffers,
             buffer_bytes=sum(map(tensor_nbytes, recording.model.buffers())) - sum(buffer.bytes for buffer in buffers),

@@ -59,7 +59,8 @@ class Part:
         if missing:
             raise UnsupportedModelError(f"the model has no module {missing[0]!r}, which the plan places")
         self.tracked = {modules[path]: path for path in tracked}
-        self.fire_hooks, self.glue = frozenset(profile.fire_hooks), profile.glue
+        self.fire_hooks = frozenset(profile.fire_hooks)
+        self.glue, self.glue_names = profile.glue, profile.glue_names
         self.captured = frozenset(layer.id for layer in profile.layers)
         inner = {sub for path in self._layer_paths() for sub in modules[path].modules() if sub is not modules[path]}
         repeated = {modules[name.partition("#")[0]] for name in self.stage_of if "#" in name}

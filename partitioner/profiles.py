@@ -180,6 +180,8 @@ class Profile(Shown, Frozen):
     leaves behind is needed on every rank."""
     glue: dict[str, int] = {}
     """Moments between layers -> how many torch functions ran then: a run in which more do has taken another way."""
+    glue_names: dict[str, int] = {}
+    """The same moments -> a checksum of the names of those functions, where values decide which run."""
     dynamic: bool = False
     """Whether values decide, between layers, which way the forward takes: then any stage may need what a later one
     needed when the model was captured."""

@@ -128,8 +128,8 @@ class Recording:
     """Hooks that kept tensors for later."""
     decisions: list[int] = field(default_factory=list)
     """Calls in which values that not every rank has were brought to Python, or Python's random numbers were drawn."""
-    moments: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Moment -> how many torch functions ran then, and the call that they ran in."""
+    moments: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    """Moment -> how many torch functions ran then, the call that they ran in, and a checksum of their names."""
     clock: int = 0
 
 
@@ -291,7 +291,8 @@ class _Recorder(Watcher):
         """One function, that every rank runs itself where all it uses inside comes from the inputs."""
         self.recording.clock += 1
         moment = self.next_name()
-        self.recording.moments[self.moment] = (self.num_functions, self.stack[-1] if self.stack else -1)
+        names = self.named_functions(name)
+        self.recording.moments[self.moment] = (self.num_functions, self.stack[-1] if self.stack else -1, names)
         self.inside = []
         self.use_inside(args, kwargs)
         self.in_custom = True
@@ -340,7 +341,8 @@ class _Recorder(Watcher):
         for region in self.regions:
             region.first_function = region.first_function or self.recording.clock
         moment = self.next_name()
-        self.recording.moments[self.moment] = (self.num_functions, self.stack[-1] if self.stack else -1)
+        names = self.named_functions(name)
+        self.recording.moments[self.moment] = (self.num_functions, self.stack[-1] if self.stack else -1, names)
         given = tensors_in((args, kwargs))
         numbers = [self.use(tensor) for tensor in given]
         drawn = may_draw(name, func)

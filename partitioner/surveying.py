@@ -83,6 +83,13 @@ class _Surveyor(Walk):
             with torch._C.DisableTorchFunction():
                 names = {base_name(name): self.needs_gradient[name] for name in self.needs[call_id]}
                 complete = all(name in self.named for name in names)  # not where a layer was left out at random
+                self.compare_names()
+                if self.strayed:
+                    self.keep_survivors()
+                    self.named |= self.survivors
+                    names |= {
+                        name: tensor.requires_grad for name, tensor in self.survivors.items() if name not in names
+                    }
                 log = [tuple(entry) for entry in self.own]
                 header = pickled((tuple(names.items()), log, (False, call_id, self.inputs_were_written())))
                 if complete and header is not None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
+import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -122,6 +123,8 @@ class Watcher(ABC):
         self.counted = counted
         self.moment = ""
         self.num_functions = 0
+        self.checksum = 0
+        """Of the functions' names at this moment."""
         self.num_calls: Counter[str] = Counter()
         self.in_custom = False
         """Inside of a custom autograd Function or a functorch transform: that is one function, whatever it calls."""
@@ -145,13 +148,18 @@ class Watcher(ABC):
         return f"{path}#{k}" if k else path
 
     def at(self, moment: str) -> None:
-        self.moment, self.num_functions = moment, 0
+        self.moment, self.num_functions, self.checksum = moment, 0, 0
 
     def next_name(self) -> str:
         """The name of the torch function that runs now."""
         name = f"{self.moment}/{self.num_functions}"
         self.num_functions += 1
         return name
+
+    def named_functions(self, name: str) -> int:
+        """The checksum with the name of the function that runs now."""
+        self.checksum = zlib.crc32(name.encode(), self.checksum)
+        return self.checksum
 
     def failed(self, error: Failure) -> Failure:
         """Remember an error before it is raised."""

@@ -27,6 +27,9 @@ from partitioner.standins import StandIn, exchange, unrecorded
 from partitioner.structures import tensors_in
 from partitioner.tracing import HOST_READS, AddedHook, Watcher, in_transform, may_draw, unwatched
 
+MIRRORED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}
+"""Python asks the right side of a comparison first where its class is derived from the left's, as a stand-in's is."""
+
 
 class Reached(BaseException):
     """The forward has come to the next stage's first layer."""
@@ -117,6 +120,7 @@ class Walk(Watcher):
     def stop(self, call_id: str) -> None:
         """The stage's part is over: what is alive now, and may be needed, must outlive the model's own references."""
         self.ended, self.stopped_at = True, call_id
+        self.compare_names()
         self.held_handles = [hook for hook in self.hooks_added if hook.handle() is not None]
         self.keep_survivors()
         raise Reached
@@ -126,6 +130,15 @@ class Walk(Watcher):
         for hook in self.held_handles:
             if hook.handle() is None:
                 hook.remove()
+
+    def at(self, moment: str) -> None:
+        self.compare_names()
+        super().at(moment)
+
+    def compare_names(self) -> None:
+        """Other functions than the captured ones: what they make may have to be sent where that was not."""
+        if self.checksum and self.checksum != self.part.glue_names.get(self.moment):
+            self.strayed = True
 
     def keep_survivors(self) -> None:
         self.survivors = {name: tensor for name in self.alive if (tensor := self.alive[name]()) is not None}
@@ -162,6 +175,8 @@ class Walk(Watcher):
             return self.metered(func, args, kwargs)
         if self.num_functions > self.part.glue.get(self.moment, 0):
             self.strayed = True
+        if self.part.glue_names:
+            self.named_functions(name)
         given = Arguments(args, kwargs)
         self.refuse_strangers(given.tensors)
         try:
@@ -215,6 +230,8 @@ class Walk(Watcher):
         entry = self.follow(moment, name)
         if name in HOST_READS:
             return entry.result
+        if name == "requires_grad_" and isinstance(args[0], nn.Parameter):  # which stages own it does not matter
+            return func(*args, **kwargs)
         if may_draw(name, func) or any(map(self.is_foreign, tensors_in((args, kwargs)))):
             if kwargs and isinstance(kwargs.get("generator"), torch.Generator) and entry.generator is not None:
                 kwargs["generator"].set_state(torch.frombuffer(bytearray(entry.generator), dtype=torch.uint8))
@@ -227,7 +244,7 @@ class Walk(Watcher):
     def follow(self, moment: str, name: str) -> Entry:
         """The next entry of the log, which must be of the same moment and name."""
         entry = self.log[self.position]
-        if (entry.moment, entry.name) != (moment, name):
+        if entry.moment != moment or entry.name not in (name, MIRRORED.get(name)):
             raise self.other_way(f"runs {name} ({moment})", f"ran {entry.name} ({entry.moment})")
         self.position += 1
         if entry.error is not None:
@@ -257,6 +274,8 @@ class Walk(Watcher):
         moment = self.next_name()
         if not self.local and self.position == len(self.log):
             self.begin()
+        if self.local and self.part.glue_names:
+            self.named_functions("apply CheckpointFunction")
         result = run(*args, **kwargs) if self.local else args[0](*args[2:])
         with torch._C.DisableTorchFunction():
             self.name(moment, tensors_in(result), moment)

@@ -42,6 +42,7 @@ def profile_of(captured: Capture, dtype: str = "float32") -> Profile:
         no_cut=captured.no_cut,
         joinable=captured.joinable,
         glue=captured.glue,
+        glue_names=captured.glue_names,
         dynamic=captured.dynamic,
         opened=captured.opened,
         fire_hooks=captured.fire_hooks,

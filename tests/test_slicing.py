@@ -13,6 +13,7 @@ import torch
 from models import CASES, Case, build
 from odd_models import ODD
 from odder_models import ODDER
+from oddest_models import ODDEST
 from side_by_side import difference, even_cuts, possible_cuts, quiet, run_cut, run_whole, seed_all, split, stage_models
 from torch import nn
 
@@ -308,7 +309,14 @@ ALSO = (
     "table_in_a_function_cache",
 )
 """Of the odder models, those in which something once went wrong; benchmarks/zoo.py runs all."""
-ODDS = {**ODD, **{name: ODDER[name] for name in ALSO}}
+AND = (
+    "two_players",
+    "sequences_of_all_kinds",
+    "configuration_that_layers_change",
+    "decoder_that_samples_its_own_inputs",
+)
+"""Likewise of the oddest."""
+ODDS = {**ODD, **{name: ODDER[name] for name in ALSO}, **{name: ODDEST[name] for name in AND}}
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")

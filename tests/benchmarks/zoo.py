@@ -11,7 +11,7 @@ Each model runs in a process of its own with a time limit; on real ranks one pro
 model until one fails. In one process every stage has its own copy of the model, in which parameters of other stages are
 NaN, and payloads are copied as over a wire; random numbers go on from stage to stage as in the whole forward, so that
 dropout stays on. On real ranks models that draw random numbers run in eval mode, or are left out where that is no help.
-A new model is a small function in tests/hf_models or tests/odd_models.py.
+A new model is a small function in tests/hf_models or one of the tests/odd*_models.py.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ def family(name: str) -> dict[str, Callable[[], Any]]:
         return dict(HF)
     from odd_models import ODD
     from odder_models import ODDER
+    from oddest_models import ODDEST
 
-    return {**ODD, **ODDER}
+    return {**ODD, **ODDER, **ODDEST}
 
 
 # -- one model
