@@ -19,7 +19,8 @@ from partitioner.solver.frontier import sweep
 from partitioner.solver.ideals import Flags, condense, down_sets
 from partitioner.solver.knapsack import least_time
 from partitioner.solver.latency import Clock, least_latency
-from partitioner.solver.maxload import Kind, Loads, Placement, place_in_order
+from partitioner.solver.loads import Kind, Loads, Placement
+from partitioner.solver.maxload import place_in_order
 from partitioner.solver.replicated import Boundaries, slowest_stage, slowest_stage_of_servers
 from partitioner.solver.scattered import place_anywhere
 from partitioner.solver.servers import Line, Servers

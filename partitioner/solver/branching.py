@@ -11,16 +11,17 @@ from typing import NamedTuple
 import numpy as np
 
 from partitioner.graph import CostGraph
-from partitioner.solver.frontier import sweep
+from partitioner.solver.frontier import sample, sweep
 from partitioner.solver.ideals import Flags, Ints, as_flags, condense, down_sets
-from partitioner.solver.maxload import Floats, Kind, Loads, average_bound, sample
+from partitioner.solver.loads import CLOSE, Floats, Kind, Loads, average_bound
 from partitioner.solver.windows import least_that_fits
 from partitioner.specs import Link
 
-CLOSE = 1e-9
 MOST_EXACT = 4_000
 """Down-sets that are all looked at; where there are more, the cheapest of each bin of work."""
 COARSE_BINS, BINS_A_STAGE = 512, 1_024
+MANY = 10**6
+"""Micro-batches of which all but the slowest stage is forgotten."""
 MOST_ROUNDS = 4
 """Times that down-sets beside those of the best split are looked at."""
 MOST_NEIGHBOURS = 1_000
@@ -73,6 +74,14 @@ def step_in_any_order(loads: Loads, microbatches: int) -> Ordered:
         for earlier, later in pairwise(best.boundaries)
     )
     return Ordered(stages, best.seconds, min(bound, best.seconds))
+
+
+def most_even_split(loads: Loads) -> Ordered:
+    """The same for the least slowest stage alone, work alone counted: `seconds` and `lower_bound` are its own."""
+    free = replace(loads, nets=(), net_costs=np.zeros(0))
+    found, total = step_in_any_order(free, MANY), float(loads.kinds[0].times.sum())
+    slowest = max(float(loads.kinds[0].times[list(stage)].sum()) for stage in found.stages)
+    return Ordered(found.stages, slowest, min(slowest, (found.lower_bound - total) / (MANY - 1)))
 
 
 def _swept(task: _Task, best: _Best) -> tuple[_Best, float]:

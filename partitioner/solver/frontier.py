@@ -9,12 +9,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from partitioner.solver.ideals import Edges, Flags, Ints
-from partitioner.solver.maxload import Loads
+from partitioner.solver.ideals import Edges, Flags, Ints, as_flags
+from partitioner.solver.loads import Loads
 
 Floats = NDArray[np.float64]
 Words = NDArray[np.uint64]
 
+SAMPLE, BEAM = 1_500, 24
+"""Down-sets of a sample in all, and of each size at least."""
 WIDEST = 64
 """Layers on the frontier, a bit of a word each."""
 MOST_ENTRIES = 100_000
@@ -175,3 +177,51 @@ def _late_order(num_layers: int, edges: Edges) -> list[int]:
                 stack.append((v, True))
                 stack += [(u, False) for u in needs[v] if not seen[u]]
     return order
+
+
+def sample(loads: Loads) -> Flags:
+    """Down-sets with little alive between them and the rest: a beam over their sizes, and two plain orders."""
+    n = loads.num_layers
+    needs: list[set[int]] = [set() for _ in range(n)]
+    feeds: list[set[int]] = [set() for _ in range(n)]
+    for u, v in loads.edges:
+        needs[v].add(u)
+        feeds[u].add(v)
+    nets_of: list[list[int]] = [[] for _ in range(n)]
+    for h, net in enumerate(loads.nets):
+        for v in net:
+            nets_of[v].append(h)
+    sizes = [len(net) for net in loads.nets]
+    costs = loads.net_costs.tolist()
+    masks = [sum(1 << v for v in some) for some in needs]
+    net_masks = [sum(1 << v for v in net) for net in loads.nets]
+
+    def grown(ideal: int, alive: float, v: int) -> float:
+        """Cost alive after adding v."""
+        for h in nets_of[v]:
+            held = (ideal & net_masks[h]).bit_count()
+            alive += costs[h] * ((held + 1 < sizes[h]) - (held > 0))
+        return alive
+
+    width = max(BEAM, SAMPLE // (n + 1))
+    level = {0: (0.0, frozenset(v for v in range(n) if not needs[v]))}
+    found = [0]
+    for _ in range(n):
+        following: dict[int, tuple[float, frozenset[int]]] = {}
+        for ideal, (alive, ready) in level.items():
+            for v in ready:
+                if (larger := ideal | 1 << v) not in following:
+                    opened = frozenset(w for w in feeds[v] if not masks[w] & ~larger)
+                    following[larger] = grown(ideal, alive, v), (ready - {v}) | opened
+        kept = sorted(following, key=lambda ideal: (following[ideal][0], ideal))[:width]
+        level = {ideal: following[ideal] for ideal in kept}
+        found += kept
+    for last in (True, False):
+        ready_list, ideal = [v for v in range(n) if not needs[v]], 0
+        while ready_list:
+            v = ready_list.pop(-1 if last else 0)
+            ideal |= 1 << v
+            found.append(ideal)
+            ready_list += sorted(w for w in feeds[v] if not masks[w] & ~ideal)
+    unique = sorted(set(found), key=lambda ideal: (ideal.bit_count(), ideal))
+    return as_flags(unique, n)

@@ -5,111 +5,27 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
-from partitioner.solver.ideals import Flags, Ints, as_flags, condense, down_sets
-
-Floats = NDArray[np.float64]
+from partitioner.solver.branching import most_even_split
+from partitioner.solver.frontier import sample
+from partitioner.solver.ideals import Flags, Ints, condense, down_sets
+from partitioner.solver.loads import CLOSE, Floats, Loads, Placement, average_bound, exchange
 
 MOST_IDEALS = 40_000
-SAMPLE = 1_500
-"""Down-sets that a first, heuristic round looks at."""
-BEAM = 24
-CLOSE = 1e-9
-"""Relative; loads that differ by less are equal."""
+ROUND = 1_500
+"""With more down-sets than that, a sample of them is looked at first."""
 ROWS, COLUMNS = 512, 4_096
-
-
-@dataclass(frozen=True)
-class Kind:
-    """`count` equal devices: what each layer takes on one, what one can hold, and whether it pays for transfers."""
-
-    count: int
-    times: Floats
-    memory_bytes: float = math.inf
-    pays: bool = True
-
-
-@dataclass(frozen=True)
-class Loads:
-    """Layers to be placed. A device's load is the time of its layers plus the cost of every net that it shares.
-
-    A net is a tensor: the layers that make and use it. A device pays for it when it has some of its layers but not all
-    of them, once, whether it sends or receives (as PipeDream's and the throughput objective of Tarnawski et al. 2020).
-    """
-
-    edges: tuple[tuple[int, int], ...]
-    """The order that stages keep to."""
-    nets: tuple[tuple[int, ...], ...]
-    net_costs: Floats
-    memory_bytes: Floats
-    kinds: tuple[Kind, ...]
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.memory_bytes)
-
-    def load(self, kind: int, layers: Sequence[int]) -> float:
-        """Of one device with these layers."""
-        inside, device = set(layers), self.kinds[kind]
-        work = math.fsum(float(device.times[v]) for v in inside)
-        if device.pays:
-            shared = (len(inside.intersection(net)) for net in self.nets)
-            work += math.fsum(
-                float(cost)
-                for cost, net, held in zip(self.net_costs, self.nets, shared, strict=True)
-                if 0 < held < len(net)
-            )
-        return work
-
-    def fits(self, kind: int, layers: Sequence[int]) -> bool:
-        return sum(float(self.memory_bytes[v]) for v in layers) <= self.kinds[kind].memory_bytes * (1 + CLOSE)
-
-    def merged(self, labels: Ints) -> Loads:
-        """Classes of layers as single layers; nets within one class are gone, equal nets are added up."""
-        count = int(labels.max()) + 1
-        nets: dict[tuple[int, ...], float] = {}
-        for net, cost in zip(self.nets, self.net_costs, strict=True):
-            pins = tuple(sorted({int(labels[v]) for v in net}))
-            if len(pins) > 1 and cost > 0:
-                nets[pins] = nets.get(pins, 0.0) + float(cost)
-        edges = {(int(labels[u]), int(labels[v])) for u, v in self.edges}
-
-        def summed(amounts: Floats) -> Floats:
-            return np.bincount(labels, amounts, count).astype(np.float64)
-
-        return Loads(
-            tuple(sorted((u, v) for u, v in edges if u != v)),
-            tuple(nets),
-            np.array(list(nets.values()), dtype=np.float64),
-            summed(self.memory_bytes),
-            tuple(replace(kind, times=summed(kind.times)) for kind in self.kinds),
-        )
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Which device has which layers, in the order of the pipeline; the largest load; what no placement can beat."""
-
-    devices: tuple[tuple[int, tuple[int, ...]], ...]
-    """(kind, layers) of each device that has any."""
-    load: float
-    lower_bound: float
-
-    @property
-    def gap(self) -> float:
-        return max(0.0, self.load / self.lower_bound - 1) if self.lower_bound > 0 else 0.0
 
 
 def place_in_order(loads: Loads, groups: Sequence[Sequence[int]] = ()) -> Placement | None:
     """The best placement in which devices hold consecutive parts of some order that the edges allow; None: none fits.
 
     Layers of a group share a device. Exact where the down-sets are at most MOST_IDEALS: shortest path over pairs of
-    down-sets, bounded by the best that a sample of them gives. Elsewhere the best over a sample, with a lower bound.
+    down-sets, bounded by the best that a sample of them gives. Elsewhere the best over a sample, or what is best without
+    transfers (`most_even_split`), which bounds it as well.
     """
     labels = condense(loads.num_layers, loads.edges, groups)
     merged = loads.merged(labels)
@@ -120,7 +36,13 @@ def place_in_order(loads: Loads, groups: Sequence[Sequence[int]] = ()) -> Placem
     bound = average_bound(merged)
     found: Placement | None = None
     best = math.inf
-    rounds = [sample(merged)] if ideals is None or len(ideals) > SAMPLE else []
+    if ideals is None and len(merged.kinds) == 1:
+        even = most_even_split(merged)
+        bound = max(bound, even.lower_bound)
+        load = max(merged.load(0, stage) for stage in even.stages)
+        if all(merged.fits(0, stage) for stage in even.stages):
+            found, best = Placement(tuple((0, stage) for stage in even.stages), load, bound), load
+    rounds = [sample(merged)] if ideals is None or len(ideals) > ROUND else []
     rounds += [] if ideals is None else [ideals]
     for some in rounds:
         if best > bound * (1 + CLOSE) and (better := Search(merged, some).best_below(best)) is not None:
@@ -247,7 +169,7 @@ class Search:
             (used, work),
             ([kind.count - n for kind, n in zip(loads.kinds, used, strict=True)], work[-1] - work),
         ):
-            pace = sum(n * _exchange(kind, first) for n, kind in zip(devices, loads.kinds, strict=True) if n)
+            pace = sum(n * exchange(kind, first) for n, kind in zip(devices, loads.kinds, strict=True) if n)
             room = bound * pace if pace else 0.0  # no device has no room, not even within an infinite bound
             pays = all(kind.pays or not n for n, kind in zip(devices, loads.kinds, strict=True))
             hopeful &= amount + (alive if pays else 0.0) <= room * (1 + CLOSE)
@@ -279,7 +201,7 @@ class Search:
         if kind.pays:
             _, costs, ends = self._shared
             features, weights = self._with_shared, np.concatenate((weights, -costs))
-        least = self.before[0] - bound * _exchange(kind, self.loads.kinds[0]) * (1 + CLOSE)
+        least = self.before[0] - bound * exchange(kind, self.loads.kinds[0]) * (1 + CLOSE)
 
         def block(rows: Ints) -> Iterator[tuple[Ints, Floats]]:
             low = int(np.searchsorted(self.before[0][earlier], least[rows[0]]))
@@ -308,23 +230,6 @@ def keep_least(values: Floats, sources: Ints, candidates: Floats, columns: Ints)
     values[better], sources[better] = value[better], columns[at[better]]
 
 
-def _exchange(kind: Kind, first: Kind) -> float:
-    """The most work, in time of the first kind, that a device of this kind does in a unit of time."""
-    if kind is first:
-        return 1.0
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratios = first.times / kind.times
-    return float(np.max(ratios[first.times > 0], initial=0.0))
-
-
-def average_bound(loads: Loads) -> float:
-    """All devices busy all the time, and no layer faster than on its best device."""
-    first = loads.kinds[0]
-    rate = sum(kind.count * _exchange(kind, first) for kind in loads.kinds if kind.count)
-    alone = np.min([kind.times for kind in loads.kinds if kind.count], axis=0)
-    return max(float(first.times.sum()) / rate, float(alone.max(initial=0.0)))
-
-
 def _without_pendants(loads: Loads) -> Ints:
     """[n] classes in which a layer that takes no time, has one neighbour and is in one net at most is with that one.
 
@@ -349,51 +254,3 @@ def _without_pendants(loads: Loads) -> Ints:
             if merge.get(other) != v and all(other in net for net in nets[v]):
                 merge[v] = other
     return condense(n, loads.edges, [[other, v] for v, other in merge.items()])
-
-
-def sample(loads: Loads) -> Flags:
-    """Down-sets with little alive between them and the rest: a beam over their sizes, and two plain orders."""
-    n = loads.num_layers
-    needs: list[set[int]] = [set() for _ in range(n)]
-    feeds: list[set[int]] = [set() for _ in range(n)]
-    for u, v in loads.edges:
-        needs[v].add(u)
-        feeds[u].add(v)
-    nets_of: list[list[int]] = [[] for _ in range(n)]
-    for h, net in enumerate(loads.nets):
-        for v in net:
-            nets_of[v].append(h)
-    sizes = [len(net) for net in loads.nets]
-    costs = loads.net_costs.tolist()
-    masks = [sum(1 << v for v in some) for some in needs]
-    net_masks = [sum(1 << v for v in net) for net in loads.nets]
-
-    def grown(ideal: int, alive: float, v: int) -> float:
-        """Cost alive after adding v."""
-        for h in nets_of[v]:
-            held = (ideal & net_masks[h]).bit_count()
-            alive += costs[h] * ((held + 1 < sizes[h]) - (held > 0))
-        return alive
-
-    width = max(BEAM, SAMPLE // (n + 1))
-    level = {0: (0.0, frozenset(v for v in range(n) if not needs[v]))}
-    found = [0]
-    for _ in range(n):
-        following: dict[int, tuple[float, frozenset[int]]] = {}
-        for ideal, (alive, ready) in level.items():
-            for v in ready:
-                if (larger := ideal | 1 << v) not in following:
-                    opened = frozenset(w for w in feeds[v] if not masks[w] & ~larger)
-                    following[larger] = grown(ideal, alive, v), (ready - {v}) | opened
-        kept = sorted(following, key=lambda ideal: (following[ideal][0], ideal))[:width]
-        level = {ideal: following[ideal] for ideal in kept}
-        found += kept
-    for last in (True, False):
-        ready_list, ideal = [v for v in range(n) if not needs[v]], 0
-        while ready_list:
-            v = ready_list.pop(-1 if last else 0)
-            ideal |= 1 << v
-            found.append(ideal)
-            ready_list += sorted(w for w in feeds[v] if not masks[w] & ~ideal)
-    unique = sorted(set(found), key=lambda ideal: (ideal.bit_count(), ideal))
-    return as_flags(unique, n)

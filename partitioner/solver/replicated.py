@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from partitioner.solver.ideals import Flags
-from partitioner.solver.maxload import Floats
+from partitioner.solver.loads import Floats
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from partitioner.solver.ideals import Flags, Ints
-from partitioner.solver.maxload import Floats
+from partitioner.solver.loads import Floats
 
 CLOSE = 1e-9
 MOST_EVALUATIONS = 64

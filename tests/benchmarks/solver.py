@@ -29,7 +29,8 @@ from partitioner.solver.branching import step_in_any_order
 from partitioner.solver.chain import Chain, cheapest_split, smallest_bottleneck
 from partitioner.solver.ideals import as_flags
 from partitioner.solver.latency import least_latency
-from partitioner.solver.maxload import Kind, Loads, Placement, place_in_order
+from partitioner.solver.loads import Kind, Loads, Placement
+from partitioner.solver.maxload import place_in_order
 from partitioner.solver.replicated import Boundaries, Slowest, slowest_stage, slowest_stage_of_servers
 from partitioner.solver.scattered import place_anywhere
 from partitioner.solver.servers import Line, Servers, longest_line
