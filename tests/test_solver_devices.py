@@ -170,3 +170,17 @@ def test_what_the_allocator_and_communicators_take_is_kept_free():
         assert held.total - held.slack - held.overhead == need
         with pytest.raises(InfeasibleError, match="does not fit"):
             plan(enough - 1, **more)
+
+
+def test_devices_change_places_where_not_every_order_is_tried(monkeypatch):
+    """One slow device among fast ones belongs where the least work can be given away."""
+    profile = chain([1.0, 1.0, 1.0, 0.1, 1.0, 1.0, 1.0])
+    there = cluster(7, speeds=[1.0, 1.0, 0.1, 1.0, 1.0, 1.0, 1.0])
+    training = Training(batch_size=8, mesh={"pp": 7, "dp": 1}, microbatches=8, schedule="gpipe")
+    every = solve(profile, there, training)
+    monkeypatch.setattr(arrangement, "MOST_ORDERS", 0)
+    plan = solve(profile, there, training)
+    assert plan.stage_devices[3] == every.stage_devices[3] == (2,)
+    assert total_s(plan) == total_s(every)
+    assert every.gap == 0
+    assert plan.lower_bound_s <= total_s(every)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
@@ -63,6 +64,24 @@ def arranged(site: Site, num_places: int, num_replicas: int) -> Arranged:
     if complete and site.alike and len(layouts) > 1 and site.joining_costs:
         layouts = _undominated(layouts)
     return Arranged(layouts, () if complete else _others(site, num_places, num_replicas, layouts))
+
+
+def changed(layout: Layout) -> Iterator[Layout]:
+    """Layouts in which two devices change places, or one that is left out takes the place of another."""
+    site, at = layout.site, np.array(layout.devices)
+    kind = _kinds(site, *at.shape)
+    left_out = np.setdiff1d(np.arange(len(kind)), at)
+    left_out = left_out[np.unique(kind[left_out], return_index=True)[1]]  # one of each kind
+    seen = {_looks(site, at)}
+    flat = at.ravel()
+    pairs = [(k, j) for k, j in combinations(range(len(flat)), 2) if kind[flat[k]] != kind[flat[j]]]
+    for k, j in [*pairs, *((k, len(flat) + j) for k in range(len(flat)) for j in range(len(left_out)))]:
+        other = np.concatenate((flat, left_out))
+        other[[k, j]] = other[[j, k]]
+        other = other[: len(flat)].reshape(at.shape)
+        if (looks := _looks(site, other)) not in seen:
+            seen.add(looks)
+            yield Layout(site, tuple(map(tuple, other.tolist())), layout.number + 1)
 
 
 def _undominated(layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:

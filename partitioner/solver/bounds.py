@@ -260,28 +260,36 @@ class Bounds:
     def _possible(self, bound: float, lane: Lane) -> bool:
         """Whether stages that keep the bounds of their places reach the end."""
         bound *= 1 + TOLERANCE
-        chain = self._chains[id(lane)]
-        return chain.furthest(self._lines_within(bound, lane), self._synced(bound, lane)) is not None
+        chain, layout, synced = self._chains[id(lane)], self.replayer.layout, self._synced(bound, lane)
+        if isinstance(layout, AnyLayout) and len(kinds := layout.kinds_of_pace) > 1:
+            each = [np.full(self.setting.num_stages, pace) for pace, _ in kinds]
+            lines = [self._lines_within(bound, lane, own) for own in each]
+            return chain.some_order_reaches([(n, some) for (_, n), some in zip(kinds, lines, strict=True)], synced)
+        return chain.furthest(self._lines_within(bound, lane), synced) is not None
 
     @cached_property
     def _chains(self) -> dict[int, Chain]:
         return {id(lane): self.chain(lane) for lane in self._lanes}
 
-    def _lines_within(self, bound: float, lane: Lane) -> Lines:
-        """By stage, (a, b): what it does must be done a + b x into the work of all layers when it starts at x."""
+    def _lines_within(self, bound: float, lane: Lane, own: Floats | None = None) -> Lines:
+        """By stage, (a, b): what it does must be done a + b x into the work of all layers when it starts at x.
+
+        own: speeds at which each stage does its own work, where these are not those of the lane.
+        """
         m, p, speeds = self.setting.num_microbatches, self.setting.num_stages, lane.speeds
+        own = speeds if own is None else own
         ones = np.ones(p)
-        found = [(bound * speeds / m, ones)]
+        found = [(bound * own / m, ones)]
         if p > 1 and bound < lane.apart_s:
             left = bound - self._first_sync_s
             before = np.concatenate((speeds[:1], np.maximum.accumulate(speeds)[:-1]))  # the fastest of those before
-            before = np.maximum(before, speeds / m)  # a later start must not end earlier
-            found.append((speeds * (left - lane.hops_s) / m, 1 - speeds / (m * before)))
+            before = np.maximum(before, own / m)  # a later start must not end earlier
+            found.append((own * (left - lane.hops_s) / m, 1 - own / (m * before)))
             total = float(self.replayer.costs.before_s[-1])
-            way = total / float(speeds.max()) + float(lane.hops_s[-1]) + lane.more_s
+            way = self._through_s(bound / m, lane) + float(lane.hops_s[-1]) + lane.more_s
             if self.setting.schedule == "gpipe":
                 if m > 1:
-                    found.append((speeds * (left - way) / (m - 1), ones))
+                    found.append((own * (left - way) / (m - 1), ones))
             elif m > 1:
                 held = np.minimum(p - np.arange(p), m)
                 after = np.maximum.accumulate(speeds[::-1])[::-1]  # the fastest from here on
@@ -290,12 +298,23 @@ class Bounds:
                 most -= most * held == m - 1  # at least one backward is left over
                 for j in (np.minimum(1, most), most):
                     times = np.maximum(m - 1 - j * held, 1)
-                    a = np.where(j > 0, speeds * (left - way - j * rest) / times, math.inf)
-                    b = np.where(j > 0, 1 + speeds * j / (after * times), 0.0)
+                    a = np.where(j > 0, own * (left - way - j * rest) / times, math.inf)
+                    b = np.where(j > 0, 1 + own * j / (after * times), 0.0)
                     found.append((a, b))
         stacked = np.array([np.column_stack(pair) for pair in found]).transpose(1, 0, 2)
         lines: Lines = stacked.tolist()
         return lines
+
+    def _through_s(self, longest: float, lane: Lane) -> float:
+        """Seconds of all layers one after the other, at least, where no stage takes more than `longest` for its own."""
+        total, layout = float(self.replayer.costs.before_s[-1]), self.replayer.layout
+        if not isinstance(layout, AnyLayout):
+            return total / float(lane.speeds.max())
+        seconds, left = 0.0, total  # the fastest devices do as much as they may
+        for speed, pace in zip(layout.site.fastest.tolist(), layout.paces.tolist(), strict=False):
+            work = min(left, longest * pace)
+            seconds, left = seconds + work / speed, left - work
+        return seconds
 
     def _synced(self, bound: float, lane: Lane) -> Callable[[int, int, int], int] | None:
         """How far a stage can go if it is to sync its gradients after its work and be done in time."""

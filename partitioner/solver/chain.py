@@ -116,32 +116,66 @@ class Chain:
         also: (stage, start, end) -> the largest end up to there that something else allows. Stages may come out empty
         where a device is too slow or too full for any layer: then it is a relaxation, elsewhere a split. O(p log n).
         """
+        reach = self._reach(also, memory)
+        at, edges = 0, [0]
+        for s in range(self.num_stages):
+            if (at := reach(s, at, lines[s])) < 0:
+                return None
+            edges.append(at)
+        return edges
+
+    def some_order_reaches(
+        self, kinds: Sequence[tuple[int, Lines]], also: Callable[[int, int, int], int] | None = None
+    ) -> bool:
+        """Whether the end is in reach with stages of some kinds in any order. kinds: (how many stages, their lines).
+
+        As `furthest`, over how many stages of each kind are used up, [c] one number a kind:
+
+            far[c] = max over kinds k with c_k > 0 of reach(stage |c| - 1, far[c - one of k], lines of k)
+        """
+        reach = self._reach(also, True)
+        far = {(0,) * len(kinds): 0}
+        for s in range(self.num_stages):
+            following: dict[tuple[int, ...], int] = {}
+            for used, at in far.items():
+                for k, (count, lines) in enumerate(kinds):
+                    if used[k] < count:
+                        key = (*used[:k], used[k] + 1, *used[k + 1 :])
+                        end = reach(s, at, lines[s])
+                        if end > following.get(key, -1):
+                            following[key] = end
+            far = following
+        return bool(far)
+
+    def _reach(
+        self, also: Callable[[int, int, int], int] | None, memory: bool
+    ) -> Callable[[int, int, Sequence[Line]], int]:
+        """(stage, start, lines) -> the last position where it can end and the next begin; -1: not as far as it must."""
         prefix, again = self.seconds
         starts, limits, n = self.starts, self.limits if memory else None, self.num_layers
         lean = limits.lean if limits is not None and self.again_s is not None else None
         floor, low, high, last = starts.floor, starts.low, starts.high, self.num_stages - 1
-        at, edges = 0, [0]
-        for s in range(self.num_stages):
+
+        def reach(s: int, at: int, lines: Sequence[Line]) -> int:
             x, y = prefix[at], math.inf
-            for a, b in lines[s]:
+            for a, b in lines:
                 y = min(y, a + b * x)
             room = y - x + TOLERANCE * abs(y)
             end = max(at, bisect_right(prefix, x + room) - 1)
             if also is not None:
                 end = also(s, at, end)
             if limits is not None:
-                reach = limits.furthest(s, at, end)
-                if lean is not None and reach < end:
+                fits = limits.furthest(s, at, end)
+                if lean is not None and fits < end:
                     slow = max(at, bisect_right(again, again[at] + room) - 1)
-                    reach = max(reach, lean.furthest(s, at, min(slow, end)))
-                end = reach
+                    fits = max(fits, lean.furthest(s, at, min(slow, end)))
+                end = fits
             if s == last:
-                return [*edges, n] if end >= n else None
-            at = floor[min(end, high[s + 1])]
-            if at < low[s + 1]:
-                return None
-            edges.append(at)
-        return None
+                return n if end >= n else -1
+            end = floor[min(end, high[s + 1])]
+            return end if end >= low[s + 1] else -1
+
+        return reach
 
     def earliest(self, lines: Lines) -> list[int] | None:
         """[p + 1] the first that each boundary can be at, by what `lines` with b = 1 and memory leave room for."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 
 import numpy as np
@@ -13,6 +14,9 @@ from partitioner.specs import Cluster, Device, Link, Training
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
+
+MOST_STATES = 500
+"""Of how many places of each pace are taken, that bounds go through."""
 
 Devices = tuple[tuple[int, ...], ...]
 """Of the cluster: by place in the pipeline, one a replica."""
@@ -160,26 +164,37 @@ class Layout:
 
 
 class AnyLayout(Layout):
-    """What no layout of some devices of the site can be better than, for bounds: every place has the fastest device and
-    the largest, all of a replica's devices together have no more speed than the slowest replica can have."""
+    """What no layout of some devices of the site can be better than, for bounds.
+
+    The slowest devices of the places of d replicas are at best every d-th of the devices by speed, in some order
+    (`paces`): they bound what a stage itself does. All else, and all room, is that of the best device.
+    """
 
     def __init__(self, site: Site, num_places: int, num_replicas: int, crossings: int, sync_apart: bool) -> None:
         """crossings: so many wires of some replica go from node to node. sync_apart: replicas of every place are on
         several nodes."""
         self.site, self.devices, self.number = site, (), 0
         used, fastest = num_places * num_replicas, site.fastest
-        # of replicas of one device, the slowest has at most the dp-th fastest one
-        speed = float(fastest[num_replicas - 1]) if num_places == 1 else float(fastest[0])
+        self.paces: Floats = fastest[num_replicas - 1 : used : num_replicas]
+        speed = float(self.paces[0]) if num_places == 1 else float(fastest[0])
         lines = 2 if crossings else 1  # the one that crosses need not be the slowest
         self.speeds = np.full((lines, num_places), speed)
-        self._totals = [float(fastest[:used].sum()) / num_replicas, float(fastest[:num_places].sum())]
-        if num_places == 1:
-            self._totals = [speed, speed]
+        self._totals = [float(self.paces.sum()), float(fastest[:num_places].sum())]
         self._crossings = crossings
         self._apart = np.full(num_places, sync_apart)
         roomiest = int(np.argmax(room := site.room(num_places, num_replicas)))
         self.room = np.full(num_places, room[roomiest])
         self.limit = np.full(num_places, site.limit[roomiest])
+
+    @cached_property
+    def kinds_of_pace(self) -> list[tuple[float, int]]:
+        """(pace, how many have it), descending; where there are many, some are raised to the next."""
+        paces, counts = np.unique(self.paces, return_counts=True)
+        kinds = list(zip(paces[::-1].tolist(), counts[::-1].tolist(), strict=True))
+        while len(kinds) > 1 and math.prod(count + 1 for _, count in kinds) > MOST_STATES:
+            k = min(range(1, len(kinds)), key=lambda one: kinds[one - 1][0] / kinds[one][0])
+            kinds[k - 1 : k + 1] = [(kinds[k - 1][0], kinds[k - 1][1] + kinds[k][1])]
+        return kinds
 
     @cached_property
     def line_speeds(self) -> list[float]:

@@ -5,20 +5,24 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from partitioner.graph import CostGraph
 from partitioner.progress import Progress
-from partitioner.solver.arrangement import arranged
+from partitioner.solver.arrangement import arranged, changed
 from partitioner.solver.chain import has_room
-from partitioner.solver.layout import Site
-from partitioner.solver.problem import CLOSE, Found, Problem
+from partitioner.solver.layout import AnyLayout, Site
+from partitioner.solver.problem import CLOSE, NEARLY, Found, Problem
 from partitioner.solver.settings import Kind, Setting, every_setting, mesh_levels, pinned_positions
 from partitioner.solver.starts import Starts, stage_starts
 from partitioner.specs import Cluster, Training
 
 MOST_RIVALS = 5
+MOST_MOVED = 64
+"""Devices of which other places are tried."""
+MOST_TRIES = 100
+"""Other places of devices that are tried to make the best of a search faster."""
 SMALL = 2_000
 """Layers x stages that are solved in milliseconds, even if it is only to show what was not chosen."""
 
@@ -73,8 +77,35 @@ def search(
         found = [one for one in found if one.total_s < below_s]
         return Searched(tuple(sorted(found, key=Found.rank)), lower_bound_s, tuple(unfit))
     lower_bound_s, unseen = _with_others(others, lower_bound_s)
+    if found and any(isinstance(one.layout, AnyLayout) for one in others):
+        found += _rearranged(min(found, key=Found.rank), lower_bound_s)
     rivals = _rivals(found, waiting)
     return Searched(tuple(sorted(found + rivals, key=Found.rank)), lower_bound_s, tuple(unfit), unseen)
+
+
+def _rearranged(best: Found, lower_bound_s: float) -> list[Found]:
+    """What becomes of the best when unlike devices change places, two by two, as long as that makes it faster."""
+    first, better, tries, open_ = best, list[Found](), MOST_TRIES, True
+    num_devices = best.setting.num_places * best.setting.num_replicas
+    if best.problem.layout.site.alike or best.problem.is_large or num_devices > MOST_MOVED:
+        return []
+    while open_:
+        open_ = False
+        for layout in changed(best.problem.layout):
+            if tries == 0 or best.total_s <= lower_bound_s * (1 + NEARLY):
+                return better
+            one = best.problem
+            setting = replace(one.setting, devices=layout.devices)
+            problem = Problem(one.graph, one.cluster, one.training, setting, one.starts, layout)
+            if problem.quick_s() >= best.total_s * (1 - CLOSE):
+                continue
+            tries -= 1
+            other = problem.best(lower_bound_s, thorough=tries % 8 == 0)
+            if other is not None and other.total_s < best.total_s * (1 - CLOSE):
+                best, open_ = other._replace(bound_s=first.bound_s), True
+                better.append(best)
+                break
+    return better
 
 
 def _with_others(others: list[Problem], lower_bound_s: float) -> tuple[float, Problem | None]:
