@@ -24,8 +24,8 @@ def place_in_order(loads: Loads, groups: Sequence[Sequence[int]] = ()) -> Placem
     """The best placement in which devices hold consecutive parts of some order that the edges allow; None: none fits.
 
     Layers of a group share a device. Exact where the down-sets are at most MOST_IDEALS: shortest path over pairs of
-    down-sets, bounded by the best that a sample of them gives. Elsewhere the best over a sample, or what is best without
-    transfers (`most_even_split`), which bounds it as well.
+    down-sets, bounded by the best that a sample of them gives. Elsewhere the best over a sample, or what is best
+    without transfers (`most_even_split`), which bounds it as well.
     """
     labels = condense(loads.num_layers, loads.edges, groups)
     merged = loads.merged(labels)
