@@ -54,7 +54,7 @@ def partition(
     gradient_compression: str | None = None,
     memory_limit: str | int | None = None,
     objective: str = "train",
-    pin: Mapping[str, int] | None = None,
+    pin: Mapping[str, int | str] | None = None,
     profile: Profile | str | os.PathLike[str] | None = None,
     check: Literal["first", "never"] = "first",
     trace_dir: str | os.PathLike[str] | None = None,
@@ -67,10 +67,11 @@ def partition(
     machine's CUDA devices (of CPU ranks, where it has fewer), a name such as "2x8xA100-80GB", or a Cluster.
     `loss_fn(output, target)`: None is the model's own loss. `batch_size`: samples of one optimizer step, all replicas
     together; None: that of `example_inputs`. `objective`: "train", or for inference with `eval_step` the most samples a
-    second ("throughput") or the least time of one batch ("latency"). `pin`: layer id -> stage. `profile`: plan from it
-    without measuring. `check`: run one micro-batch sliced and unsliced; cuts where the results differ are given up, and
-    `why` says so. Under torchrun rank 0 plans and all ranks get its plan. Errors: `ArgumentError`, `NotBuiltError` (a
-    value that this version does not run), `InfeasibleError` (memory), `UnsupportedModelError`.
+    second ("throughput") or the least time of one batch ("latency"). `pin`: layer id -> stage, or
+    -> a word, for layers that are to share a stage: {"wte": "tied", "lm_head": "tied"}. `profile`: plan from it without
+    measuring. `check`: run one micro-batch sliced and unsliced; cuts where the results differ are given up, and `why`
+    says so. Under torchrun rank 0 plans and all ranks get its plan. Errors: `ArgumentError`, `NotBuiltError` (a value
+    that this version does not run), `InfeasibleError` (memory), `UnsupportedModelError`.
     """
     check_arguments(
         gpus=gpus,

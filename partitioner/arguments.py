@@ -65,8 +65,12 @@ def _check_kinds(given: Mapping[str, Any]) -> None:
     if given.get("batch_dim", 0) < 0:
         raise ArgumentError(f"batch_dim={given['batch_dim']} counts from the end: give {_KINDS['batch_dim'][1]}")
     for layer, stage in (given.get("pin") or {}).items():
-        if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
-            raise ArgumentError(f"pin={{{layer!r}: {stage!r}}} is no stage: give its number, from 0 on")
+        named = isinstance(stage, str) and stage != ""
+        if not named and (isinstance(stage, bool) or not isinstance(stage, int) or stage < 0):
+            raise ArgumentError(
+                f"pin={{{layer!r}: {stage!r}}} is no stage: give its number, from 0 on, or a word that layers of one "
+                "stage share"
+            )
 
 
 def full_mesh(mesh: Mapping[str, int], devices: int | None) -> dict[Literal["pp", "dp"], int]:

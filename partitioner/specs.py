@@ -384,6 +384,21 @@ class Training(Given):
     memory_limit_bytes: Bytes | None = None
     objective: Objective = "train"
     """throughput and latency are of forward passes: the time between two batches, and that of one."""
-    pin: dict[str, Annotated[int, Field(ge=0)]] = {}
-    """Layer id -> stage, kept by the solver. A whole split by hand names every layer."""
+    pin: dict[str, Annotated[int, Field(ge=0)] | Annotated[str, Field(min_length=1)]] = {}
+    """Layer id -> stage, kept by the solver, or a word: layers with the same word are on one stage, whichever, with all
+    between them. A whole split by hand names every layer."""
     batch_dim: int = 0
+
+    @property
+    def stage_pins(self) -> dict[str, int]:
+        """Layer id -> stage, of those pinned to one by its number."""
+        return {name: stage for name, stage in self.pin.items() if isinstance(stage, int)}
+
+    @property
+    def together(self) -> dict[str, tuple[str, ...]]:
+        """Word -> ids of the layers that are to share a stage."""
+        groups: dict[str, tuple[str, ...]] = {}
+        for name, word in self.pin.items():
+            if isinstance(word, str):
+                groups[word] = (*groups.get(word, ()), name)
+        return groups

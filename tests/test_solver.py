@@ -191,6 +191,60 @@ def test_a_whole_split_by_hand_is_kept_and_compared_with_the_best():
     assert any("pinned" in reason and "without" in reason for reason in plan.why)
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_layers_with_the_same_word_share_a_stage_in_the_best_split_that_lets_them(seed):
+    rng = random.Random(seed)
+    n, p = 8, rng.choice([2, 3])
+    profile = chain(
+        [rng.random() for _ in range(n)],
+        parameter_bytes=1_000,
+        tensor_bytes=100,
+        ties=[((1, 4), 10**9)],
+    )
+    first, last = rng.choice([(0, 2), (3, 5), (6, 7)])
+    training = Training(
+        batch_size=4, mesh={"pp": p, "dp": 1}, microbatches=4, schedule="1f1b", pin={"1": "tied", "4": "tied"}
+    )
+    graph, there = CostGraph(profile), cluster(p, link=SLOW)
+    shape = {"mesh": {"pp": p, "dp": 1}, "schedule": "1f1b", "num_microbatches": 4}
+    best = min(
+        one.step_s + one.optimizer_s
+        for cuts in itertools.combinations(range(1, n), p - 1)
+        if not any(1 < cut <= 4 for cut in cuts)
+        for one in [predict(graph, there, training, cuts=cuts, **shape)]
+    )
+    plan = solve(profile, there, training)
+    stage_of = plan.stage_of()
+    assert stage_of["1"] == stage_of["4"]
+    assert total_s(plan) == pytest.approx(best, rel=1e-9)
+    assert plan.profile == profile
+    both = {str(first): "a", str(last): "a"}
+    two = solve(profile, there, training.model_copy(update={"mesh": {"pp": 2, "dp": 1}, "pin": training.pin | both}))
+    stage_of = two.stage_of()
+    assert stage_of[str(first)] == stage_of[str(last)]
+
+
+def test_layers_that_cannot_share_a_stage_are_refused():
+    def refused(pin, **more):
+        with pytest.raises(ArgumentError) as e:
+            solve(chain([1.0] * 6), cluster(4), Training(batch_size=8, pin=pin, **more))
+        return str(e.value)
+
+    assert "'tied' for layer '2' alone" in refused({"2": "tied"})
+    assert "'nobody'" in refused({"2": "tied", "nobody": "tied"})
+    ends = {"0": "ends", "5": "ends"}
+    assert "the model has 1; of its 6 layers, 5 cannot start a stage: pin keeps 0, 5 together ('ends')" in refused(
+        ends, mesh={"pp": 2}
+    )
+    later = refused({"1": "some", "5": "some", "2": 1, "3": 2})
+    assert "between them 0 cuts are possible and 1 are needed: pin keeps 1, 5 together" in later
+    for objective in ("throughput", "latency"):
+        plan = solve(
+            chain([1.0] * 6), cluster(3), Training(batch_size=1, pin={"1": "a", "4": "a"}, objective=objective)
+        )
+        assert plan.stage_of()["1"] == plan.stage_of()["4"]
+
+
 # Meshes, layouts and links
 
 

@@ -283,12 +283,16 @@ def _provenance(plan: Plan) -> str:
     facts.append(("optimizer state", f"{training.optimizer_bytes:g} bytes a trainable parameter element"))
     if training.pin:
         facts.append(
-            ("pinned", ", ".join(f"{name} to stage {stage}" for name, stage in list(training.pin.items())[:8]))
+            ("pinned", ", ".join(f"{name} {_pinned(stage)}" for name, stage in list(training.pin.items())[:8]))
         )
     if profile.torch_version:
         facts.append(("torch", profile.torch_version))
     facts.append(("partitioner", _version()))
     return _sentences(plan_parts.reasons(plan)) + block_html(Facts(tuple(facts)))
+
+
+def _pinned(stage: int | str) -> str:
+    return f"to stage {stage}" if isinstance(stage, int) else f"with {stage!r}"
 
 
 def _setting(name: str, value: Any) -> str:

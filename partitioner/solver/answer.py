@@ -17,7 +17,7 @@ from partitioner.solver.explain import reasons
 from partitioner.solver.inference import solve_inference
 from partitioner.solver.problem import CLOSE, Found
 from partitioner.solver.search import Searched, search, worth_searching
-from partitioner.solver.settings import check_request, divisors, mesh_levels, numbered
+from partitioner.solver.settings import check_request, divisors, kept_together, mesh_levels, numbered
 from partitioner.solver.shortage import shortage
 from partitioner.specs import EXECUTED, Cluster, Training
 
@@ -44,23 +44,23 @@ def solve(profile: Profile, cluster: Cluster, training: Training, *, progress: b
     expect("profile", profile, Profile, "a Profile: partitioner.profile(...), or Profile.load(path)")
     expect("cluster", cluster, Cluster, "a Cluster: Cluster.parse('8xH100')")
     expect("training", training, Training, "a Training: Training(batch_size=64)")
-    graph = CostGraph(profile)
+    graph = CostGraph(kept_together(profile, training))
     if training.objective != "train":
-        return solve_inference(graph, cluster, training)
+        return solve_inference(graph, cluster, training).model_copy(update={"profile": profile})
     check_request(graph, cluster, training)
     with shown(progress) as tell:
         for meshes in worth_searching(graph, cluster, training):
             searched = search(graph, cluster, training, meshes, tell)
             if searched.found:
-                return _plan(graph, cluster, training, searched)
+                return _plan(profile, graph, cluster, training, searched)
         tell("finding what is short", 0.9)
         raise InfeasibleError(shortage(graph, cluster, training))
 
 
-def _plan(graph: CostGraph, cluster: Cluster, training: Training, searched: Searched) -> Plan:
+def _plan(profile: Profile, graph: CostGraph, cluster: Cluster, training: Training, searched: Searched) -> Plan:
     best = searched.found[0]
     setting = best.setting
-    free = _unpinned(graph, cluster, training)
+    free = _unpinned(CostGraph(profile), cluster, training)
     fewer = _with_fewer_devices(graph, cluster, training, best)
     recompute = best.recompute
     baseline = single_device(graph, cluster, training)
@@ -97,7 +97,7 @@ def _plan(graph: CostGraph, cluster: Cluster, training: Training, searched: Sear
         )
     )
     return Plan(
-        profile=graph.profile,
+        profile=profile,
         cluster=cluster,
         training=training,
         mesh=setting.mesh,

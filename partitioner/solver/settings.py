@@ -9,6 +9,7 @@ from typing import Literal
 
 from partitioner.errors import ArgumentError
 from partitioner.graph import CostGraph
+from partitioner.profiles import Profile
 from partitioner.schedule import placement
 from partitioner.solver.arrangement import arranged
 from partitioner.solver.layout import AnyLayout, Devices, Layout, Site
@@ -115,10 +116,27 @@ def recomputation(training: Training) -> Literal["never", "always", "where neede
 
 def pinned_positions(graph: CostGraph, training: Training) -> dict[int, int]:
     """Layer position -> stage of what the user pinned."""
-    return {graph.position[name]: stage for name, stage in training.pin.items()}
+    return {graph.position[name]: stage for name, stage in training.stage_pins.items()}
+
+
+def kept_together(profile: Profile, training: Training) -> Profile:
+    """The profile without the cuts that would part layers that are to share a stage."""
+    position = {layer.id: k for k, layer in enumerate(profile.layers)}
+    no_cut = dict(profile.no_cut)
+    for word, names in training.together.items():
+        places = sorted(position[name] for name in names if name in position)
+        for layer in profile.layers[places[0] + 1 : places[-1] + 1] if places else ():
+            no_cut.setdefault(layer.id, f"pin keeps {', '.join(names)} together ({word!r})")
+    return profile if no_cut == profile.no_cut else profile.model_copy(update={"no_cut": no_cut})
 
 
 def _check_pins(graph: CostGraph, cluster: Cluster, training: Training) -> None:
+    alone = [(word, names[0]) for word, names in training.together.items() if len(names) == 1]
+    if alone:
+        raise ArgumentError(
+            f"pin has {alone[0][0]!r} for layer {alone[0][1]!r} alone: give other layers the same word, to share "
+            "its stage, or give the number of a stage"
+        )
     unknown = [name for name in training.pin if name not in graph.position]
     if unknown:
         raise ArgumentError(
@@ -126,7 +144,7 @@ def _check_pins(graph: CostGraph, cluster: Cluster, training: Training) -> None:
             f"{', '.join(graph.ids[:4])}{', ...' if graph.num_layers > 4 else ''}"
         )
     pins = sorted(pinned_positions(graph, training).items())
-    highest = max(training.pin.values(), default=0)
+    highest = max(training.stage_pins.values(), default=0)
     pp = _fixed(training).get("pp")
     if highest >= (pp or cluster.num_devices):
         there = f"pp={pp}" if pp else f"a pipeline over {cluster.num_devices} devices"
@@ -164,7 +182,7 @@ def _check_pins(graph: CostGraph, cluster: Cluster, training: Training) -> None:
 def mesh_levels(graph: CostGraph, cluster: Cluster, training: Training) -> list[list[tuple[int, int]]]:
     """(stages, replicas) to choose from, those that use the most devices first; a level uses one number of devices."""
     most_stages, fixed = len(graph.allowed_cuts) + 1, _fixed(training)
-    fewest_stages = max(training.pin.values(), default=0) + 1
+    fewest_stages = max(training.stage_pins.values(), default=0) + 1
     levels: dict[int, list[tuple[int, int]]] = {}
     for pp in range(fewest_stages, min(most_stages, cluster.num_devices) + 1):
         for dp in range(1, cluster.num_devices // pp + 1):
