@@ -299,7 +299,7 @@ def read_checked(kind: type[Kind], path: str | os.PathLike[str]) -> Kind:
         found, version = kind_of(content), content.get("version") if isinstance(content, dict) else None
         if found not in (kind.__name__, None):
             raise ArgumentError(f"{shown} holds a {found}, and a {kind.__name__} is needed here") from None
-        wanted = kind.model_fields["version"].default if found else None
+        wanted: int = kind.model_fields["version"].default if found else 0
         if found and (not isinstance(version, int) or version > wanted):
             raise ArgumentError(
                 f"{shown} is a {found} of format {version}, this partitioner reads format {wanted}: make it again"

@@ -236,8 +236,8 @@ def test_layers_that_cannot_share_a_stage_are_refused():
     assert "the model has 1; of its 6 layers, 5 cannot start a stage: pin keeps 0, 5 together ('ends')" in refused(
         ends, mesh={"pp": 2}
     )
-    later = refused({"1": "some", "5": "some", "2": 1, "3": 2})
-    assert "between them 0 cuts are possible and 1 are needed: pin keeps 1, 5 together" in later
+    later = refused({"2": "some", "5": "some", "3": 1, "4": 2})
+    assert "between them 0 cuts are possible and 1 are needed: pin keeps 2, 5 together" in later
     for objective in ("throughput", "latency"):
         plan = solve(
             chain([1.0] * 6), cluster(3), Training(batch_size=1, pin={"1": "a", "4": "a"}, objective=objective)
