@@ -8,7 +8,7 @@ import random
 import pytest
 from chains import chain, cluster, random_chain
 
-from partitioner.costs import forward_costs, place
+from partitioner.costs import forward_costs
 from partitioner.errors import ArgumentError, InfeasibleError
 from partitioner.graph import CostGraph
 from partitioner.memory import inference_memory
@@ -23,26 +23,65 @@ OBJECTIVES = ("throughput", "latency")
 
 
 def every_plan_s(profile: Profile, devices: Cluster, training: Training) -> float:
-    """The best objective over all meshes, micro-batches and cuts that fit, one by one."""
+    """The best objective over all meshes, devices in any order, micro-batches and cuts that fit, one by one."""
     graph, best = CostGraph(profile), float("inf")
     for pp in range(1, devices.num_devices + 1):
         for dp in range(1, devices.num_devices // pp + 1):
             each, rest = divmod(training.batch_size, dp)
             counts = [m for m in range(1, each + 1) if not rest and each % m == 0]
-            for m, cuts in itertools.product(counts, itertools.combinations(graph.allowed_cuts, pp - 1)):
-                limit = min(device.memory_bytes - device.overhead_bytes for device in devices.devices)
+            alike = len(set(devices.devices)) == len(set(devices.nodes)) == 1
+            orders = [range(pp * dp)] if alike else itertools.permutations(range(devices.num_devices), pp * dp)
+            for m, order, cuts in itertools.product(counts, orders, itertools.combinations(graph.allowed_cuts, pp - 1)):
+                placed = [order[stage * dp : (stage + 1) * dp] for stage in range(pp)]
+                if list(placed[0]) != sorted(placed[0]):
+                    continue  # the same replicas in another order
                 sizes = [sum(inference_memory(graph, *ends, samples=each // m).values()) for ends in graph.bounds(cuts)]
-                if max(sizes) > limit:
+                limits = [min(devices.devices[device].memory_bytes for device in row) for row in placed]
+                if any(size > limit for size, limit in zip(sizes, limits, strict=True)):
                     continue
-                placed = place(devices, pp, dp)
-                for one in forward_costs(graph, devices, training, m, cuts=cuts, devices=placed)[:1]:
+                slowest = 0.0
+                for one in forward_costs(graph, devices, training, m, cuts=cuts, devices=placed):
                     if training.objective == "latency":
                         seconds = float(forward_clock(one, m).rank_end_s.max())
                     else:
                         work = [stage.forward_s for stage in one.stages] + [t.forward_s for t in one.transfers]
                         seconds = m * max(work)
-                    best = min(best, seconds)
+                    slowest = max(slowest, seconds)
+                best = min(best, slowest)
     return best
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("seed", range(10))
+def test_no_other_choice_or_order_of_unequal_devices_is_better(objective: str, seed: int) -> None:
+    rng = random.Random(seed)
+    profile = chain(
+        [rng.random() * 1e-3 for _ in range(4)],
+        tensor_bytes=[rng.randrange(100_000) for _ in range(4)],
+        parameter_bytes=[4_000 * rng.randrange(50) for _ in range(4)],
+    )
+    count = rng.randrange(2, 5)
+    devices = cluster(
+        count,
+        link=SLOW,
+        inter=Link.of(1e-4, 1e8),
+        nodes=[rng.randrange(2) for _ in range(count)],
+        speeds=[rng.choice([0.5, 1.0, 2.0]) for _ in range(count)],
+    )
+    sizes = [rng.choice([2**50, 400_000]) for _ in range(count)]
+    unlike = zip(devices.devices, sizes, strict=True)
+    devices = devices.model_copy(
+        update={"devices": tuple(one.model_copy(update={"memory_bytes": size}) for one, size in unlike)}
+    )
+    training = Training(batch_size=rng.choice([1, 2, 4]), objective=objective)
+    best = every_plan_s(profile, devices, training)
+    try:
+        plan = solve(profile, devices, training)
+    except InfeasibleError:
+        assert best == float("inf")
+        return
+    assert plan.prediction.step_s == pytest.approx(best, rel=1e-9)
+    assert plan.lower_bound_s <= best * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)

@@ -408,6 +408,8 @@ def _plan(graph: CostGraph, found: list[Found], bound_s: float, unfit: list[Case
                 num_microbatches=one.case.num_microbatches,
                 stage_sizes=tuple(last - first for first, last in graph.bounds(one.cuts)),
                 step_s=one.seconds,
+                devices=one.case.devices,
+                recompute=(False,) * one.case.num_stages,
             )
             for one in list(others.values())[:MOST_RUNNERS_UP]
         ),
