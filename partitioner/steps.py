@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from partitioner.errors import ArgumentError
-from partitioner.rates import PRECISIONS, Attention, Constants, Network, Precision, Rates
+from partitioner.rates import PRECISIONS, Attention, Casts, Constants, Network, Precision, Rates
 from partitioner.specs import SCHEDULES, Cluster, Link, Recompute, ScheduleName, Shard, known_device
 from partitioner.work import LayerWork, ModelWork
 
@@ -60,12 +60,16 @@ class Layout:
     """First layer of each stage but the first; None: as equal in time as whole layers allow."""
     overlap: bool = True
     """Gradients are reduced while the last micro-batch's backward runs, sharded parameters gathered ahead."""
+    tp_overlap: bool = False
+    """Messages of tensor parallelism travel in pieces, beside pieces of the matmuls that make or read them."""
+    send_overlap: bool = False
+    """Activations travel between stages while the next micro-batch runs."""
     fused: bool = False
     """Elementwise chains run as one kernel (torch.compile, or hand-written kernels)."""
     attention: Attention = "flash2"
     """Which fused attention runs where the model has one; torch's own is the second generation's."""
-    fused_casts: bool = False
-    """Operands of fp8 matmuls are narrowed in the kernels that make them (Transformer Engine), not in their own."""
+    casts: Casts = "apart"
+    """Where operands of fp8 matmuls are narrowed."""
     gradient_bytes: float | None = None
     """Width of a gradient element as it is reduced; None: 4 in fp32 and tf32, else 2."""
     accumulated_bytes: float | None = None
@@ -174,7 +178,7 @@ class Planner:
         self.network = Network(self.intra, self.inter, self.rates.constants)
 
     def layer(self, work: LayerWork, layout: Layout) -> LayerSeconds:
-        key = (id(work), layout.tp, layout.sequence_parallel, layout.fused, layout.attention, layout.fused_casts)
+        key = (id(work), layout.tp, layout.sequence_parallel, layout.fused, layout.attention, layout.casts)
         if key not in self._priced:
             self._priced[key] = self._price(work, layout)
         return self._priced[key]
@@ -194,7 +198,7 @@ class Planner:
                     sequence_parallel=layout.sequence_parallel,
                     fused=layout.fused,
                     attention=layout.attention,
-                    fused_casts=layout.fused_casts,
+                    casts=layout.casts,
                 )
                 for kernel in kernels
             )
@@ -287,6 +291,9 @@ class Planner:
             sum(one.forward_reduce_s for one in own),
             sum(one.backward_reduce_s for one in own),
         )
+        if layout.tp_overlap:
+            shown = 1 - self.rates.constants.overlap_pieces
+            forward_reduce, backward_reduce = shown * forward_reduce, shown * backward_reduce
         together = _sum if layout.blocking else _longer
         forward = together(own, "forward", forward_reduce - self.rates.constants.host_microbatch_s)
         backward = together(own, "backward", backward_reduce)
@@ -299,7 +306,7 @@ class Planner:
             again = together(own, "again", 0.0)
         again *= layout.recompute_share
         send = 0.0
-        if layout.num_stages > 1:
+        if layout.num_stages > 1 and not layout.send_overlap:
             same = layout.tp * layout.dp * 2 <= self.per_node
             for place in (start, stop):
                 if 0 < place < len(layers):

@@ -13,6 +13,7 @@ from partitioner.actions import Table, chain
 from partitioner.clock import Replica, StageCost, Transfer, run_clock
 from partitioner.errors import ArgumentError
 from partitioner.ordering import Room, search_order
+from partitioner.rates import constants
 from partitioner.specs import Cluster
 from partitioner.steps import Layout, balanced, data_parallel_speedup, planner, rank_parameters, training_step
 from partitioner.work import Kernel, LayerWork, ModelWork
@@ -122,6 +123,13 @@ def test_tensor_parallelism_divides_the_work_and_pays_for_reductions() -> None:
     assert split.compute_s == pytest.approx(alone.compute_s / 4, rel=0.1)
     assert alone.tp_s == 0 and split.tp_s > 0
     assert rank_parameters(LAYER, 4) == LAYER.parameters / 4
+
+
+def test_messages_that_travel_in_pieces_show_less() -> None:
+    shown, hidden = step(tp=4), step(tp=4, tp_overlap=True)
+    assert hidden.tp_s == pytest.approx((1 - constants().overlap_pieces) * shown.tp_s)
+    assert hidden.compute_s == pytest.approx(shown.compute_s)
+    assert step(pp=4, num_microbatches=4, send_overlap=True).send_s == 0
 
 
 def test_flops_are_those_of_the_model() -> None:

@@ -1,12 +1,14 @@
 """Fit the constants of partitioner/estimator.toml over published measurements: all sources at once.
 
-    python tests/benchmarks/fit_estimator.py --truth DIR [--write] [--rounds 3] [--most 60]
+    python tests/benchmarks/fit_estimator.py --truth DIR [--leave-out] [--write] [--rounds 12] [--most 40]
 
-Each source counts the same, whatever its number of rows; no constant belongs to a row, model, device or source. Half
-of the rows (by the digits of their ids) are fitted, the other half is only reported. The objective is the mean over
-sources of the mean |log(predicted / measured)|, each row counted for at most 0.7, and of a fifth of each source's bias,
-plus a weak pull to the starting values, so that a constant that nothing determines stays what physics suggests.
+No constant belongs to a row, model, device or source. Half of the rows (by the digits of their ids) are fitted, the
+other half is only reported. A source counts by its rows n as n / (n + 4), single kernels for a quarter of that. The
+objective is the mean of |predicted / measured - 1|, each row counted for at most 1, and of a tenth of each source's
+bias, plus a weak pull to the starting values, so that a constant that nothing determines stays what physics suggests.
 The errors are taken as straight lines in the constants' logarithms, and the linear program solved, again and again.
+--leave-out also fits without each source in turn, begun at the constants of the whole fit and with their slopes, and
+scores it under the result: the error to expect of runs that nobody has fitted.
 """
 
 from __future__ import annotations
@@ -44,10 +46,11 @@ START: dict[str, tuple[float, float, float]] = {
     "matmul_fp32": (0.85, 0.5, 1.0),
     "matmul_fp32_matrix": (0.65, 0.4, 1.0),
     "misaligned": (0.5, 0.2, 1.0),
-    "misaligned_batched": (0.1, 0.05, 1.0),
+    "misaligned_batched": (0.07, 0.03, 1.0),
     "ragged": (0.85, 0.5, 1.0),
     "fp8_cast": (5.0, 1.0, 16.0),
     "fp8_cast_fused": (1.0, 0.1, 5.0),
+    "fp8_rows": (0.74, 0.7, 0.78),
     "matmul_tensor": (0.9, 0.6, 1.0),
     "power": (0.15, 0.01, 0.5),
     "tile_128x128": (0.95, 0.7, 1.0),
@@ -76,17 +79,18 @@ START: dict[str, tuple[float, float, float]] = {
     "network_spread": (0.1, 0.005, 0.5),
     "network_base_s": (2e-5, 1e-6, 5e-4),
     "overlap": (0.8, 0.1, 0.9),
-    "straggler": (0.005, 0.0001, 0.05),
+    "overlap_pieces": (0.5, 0.1, 0.9),
+    "straggler": (0.01, 0.0001, 0.05),
     "shared_host": (0.01, 0.0005, 0.05),
-    "replica_base_s": (0.003, 1e-4, 0.02),
+    "replica_base_s": (0.005, 1e-4, 0.02),
     "optimizer": (1.3, 1.0, 6.0),
     "step_base_s": (0.005, 0.0001, 0.05),
 }
 
 CENTRE, LOW, HIGH = (np.log([one[k] for one in START.values()]) for k in range(3))
-FAR = 0.7
+FAR = 1.0
 """Errors count for so much at most."""
-BIAS, PULL = 0.2, 0.001
+BIAS, PULL = 0.1, 0.001
 """Weights of a source's bias, and of the distance from the starting values."""
 
 KERNELS = ("op ", "all-reduce", "ResNet")
@@ -197,15 +201,15 @@ def _thinned(parts: list[Part], most: int) -> list[Part]:
 
 def errors(parts: list[Part], fitted: Constants) -> dict[str, list[float]]:
     found: dict[str, list[float]] = defaultdict(list)
-    for (source, _, _), error in zip(parts, logs(parts, fitted), strict=True):
+    for (source, _, _), error in zip(parts, misses(parts, fitted), strict=True):
         found[source].append(float(error))
     return found
 
 
-def logs(parts: list[Part], fitted: Constants) -> Vector:
-    """log(predicted / measured) of each part."""
+def misses(parts: list[Part], fitted: Constants) -> Vector:
+    """predicted / measured - 1 of each part."""
     predictor = Predictor(fitted)
-    return np.array([math.log(predict(predictor) / measured) for _, predict, measured in parts])
+    return np.array([predict(predictor) / measured - 1 for _, predict, measured in parts])
 
 
 class Goal:
@@ -261,7 +265,7 @@ def slopes_at(parts: list[Part], x: Vector, residuals: Vector, free: Sequence[in
     for k in free:
         moved = x.copy()
         moved[k] += 0.03 if x[k] + 0.03 <= HIGH[k] else -0.03
-        slopes[:, k] = (logs(parts, _constants(moved)) - residuals) / (moved[k] - x[k])
+        slopes[:, k] = (misses(parts, _constants(moved)) - residuals) / (moved[k] - x[k])
     return slopes
 
 
@@ -273,7 +277,7 @@ def search(
     free = [k for k, name in enumerate(START) if not only or name in only]
     fixed = np.array([k not in free for k in range(len(START))])
     x = _logarithms(begin)
-    residuals = logs(parts, _constants(x))
+    residuals = misses(parts, _constants(x))
     value, trust = goal.value(residuals, x), 0.3
     for turn in range(rounds):
         if slopes is None:
@@ -281,7 +285,7 @@ def search(
         low = np.where(fixed, x, np.maximum(LOW, x - trust))
         high = np.where(fixed, x, np.minimum(HIGH, x + trust))
         candidate = x + goal.step(residuals, slopes, x, (low, high))
-        then = logs(parts, _constants(candidate))
+        then = misses(parts, _constants(candidate))
         other = goal.value(then, candidate)
         if other < value - 1e-5:
             x, residuals, value, trust = candidate, then, other, min(0.5, trust * 1.5)
@@ -298,7 +302,7 @@ def search(
 def left_out(truth: Path, fit_parts: list[Part], fitted: Constants) -> dict[str, float]:
     """Mean absolute error of each source, percent, under constants that were fitted without it."""
     x = _logarithms(fitted)
-    slopes = slopes_at(fit_parts, x, logs(fit_parts, fitted), range(len(START)))
+    slopes = slopes_at(fit_parts, x, misses(fit_parts, fitted), range(len(START)))
     every = all_parts(truth, 10**9, "fit") + all_parts(truth, 10**9, "check")
     found = {}
     for source in dict.fromkeys(name for name, _, _ in fit_parts if not name.startswith(KERNELS)):
@@ -319,7 +323,7 @@ def _constants(x: Vector) -> Constants:
 
 def table(found: dict[str, list[float]]) -> dict[str, float]:
     """Mean absolute error of each source, percent."""
-    return {source: 100 * statistics.fmean(abs(math.exp(one) - 1) for one in group) for source, group in found.items()}
+    return {source: 100 * statistics.fmean(map(abs, group)) for source, group in found.items()}
 
 
 def all_parts(truth: Path, most: int, split: str) -> list[Part]:

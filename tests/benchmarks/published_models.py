@@ -35,6 +35,8 @@ class Dimensions:
     """Fused attention; else matmul, softmax, matmul."""
     training: bool = True
     dropout: bool = True
+    head: bool = True
+    """Logits over the vocabulary."""
     fused_softmax: bool = True
     """Scale, mask and softmax in one kernel. Megatron's own needs a multiple of 4 of heads x samples on a rank
     (https://github.com/NVIDIA/Megatron-LM/blob/v2.5/megatron/model/fused_softmax.py, is_kernel_available)."""
@@ -120,8 +122,8 @@ class Model(nn.Module):
         self.positions = nn.Embedding(d.length, d.hidden) if d.kind != "llama" else None
         self.blocks = nn.ModuleList([Block(d)])
         self.norm = RMSNorm(d.hidden) if d.kind == "llama" else nn.LayerNorm(d.hidden)
-        self.head = nn.Linear(d.hidden, d.vocab, bias=False)
-        if d.kind != "llama":
+        self.head = nn.Linear(d.hidden, d.vocab if d.head else 1, bias=False)
+        if d.head and d.kind != "llama":
             self.head.weight = self.embed.weight
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -130,7 +132,7 @@ class Model(nn.Module):
             y = y + self.positions(torch.arange(x.shape[1], device=x.device))
         for block in self.blocks:
             y = block(y)
-        logits = self.head(self.norm(y))
+        logits = self.head(self.norm(y) if self.d.head else y[:, 0])
         if not self.d.training:
             return logits
         return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
