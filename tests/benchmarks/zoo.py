@@ -2,6 +2,7 @@
 
     python tests/benchmarks/zoo.py --family all --json zoo.json                   stages one after another, one process
     python tests/benchmarks/zoo.py --family hf --names mixtral t5 --ranks 2       real ranks over gloo
+    python tests/benchmarks/zoo.py --family odd --ranks 3 --schedule 1f1b
 
 `same`: the loss, every gradient, every buffer and the weights after each of two optimizer steps are within 1e-5 of
 max(max|reference|, 1e-4 x the model's largest), over the same micro-batches; and the loss and gradients at further cuts
@@ -10,7 +11,8 @@ max(max|reference|, 1e-4 x the model's largest), over the same micro-batches; an
 Each model runs in a process of its own with a time limit; on real ranks one process and its ranks go from model to
 model until one fails. In one process every stage has its own copy of the model, in which parameters of other stages are
 NaN, and payloads are copied as over a wire; random numbers go on from stage to stage as in the whole forward, so that
-dropout stays on. On real ranks models that draw random numbers run in eval mode, or are left out where that is no help.
+dropout stays on. On real ranks, each of which builds the model itself, models that draw random numbers run in eval
+mode, or are left out where that is no help.
 A new model is a small function in tests/hf_models or one of the tests/odd*_models.py.
 """
 
@@ -60,7 +62,7 @@ def family(name: str) -> dict[str, Callable[[], Any]]:
 
 
 def row(
-    name: str, of: str, ranks: int, stages: int, microbatches: int, more_cuts: int, pool: list[Any]
+    name: str, of: str, ranks: int, stages: int, microbatches: int, schedule: str, more_cuts: int, pool: list[Any]
 ) -> dict[str, Any]:
     """Partition, run and compare one model; what it was compared with is one device."""
     import torch
@@ -94,7 +96,7 @@ def row(
             gpus=stages,
             mesh={"pp": stages, "dp": 1},
             microbatches=microbatches,
-            schedule="gpipe",
+            schedule=schedule,
             profile=profile,
             batch_dim=case.batch_dim,
             **common,
@@ -111,7 +113,12 @@ def row(
     if given_up:
         found["given_up"] = given_up
     if ranks:
-        return found | on_ranks(case, plan, pool)
+        found |= on_ranks(name, of, microbatches, False, plan, pool)
+        if found["verdict"] == "different" and max(found[kind] for kind in KINDS) < ROUNDING:
+            again = on_ranks(name, of, microbatches, True, in_float64(plan, doubled(build)), pool)
+            worst = max(again.get(kind, float("inf")) for kind in KINDS)
+            found |= {"float64_error": worst, "verdict": "same" if worst <= DOUBLE_TOLERANCE else "different"}
+        return found
     case.model = unwrap(case.model)
     try:
         found |= in_turn(build, case, plan)
@@ -259,15 +266,19 @@ def in_turn(build: Callable[[], Any], case: Any, plan: Any, steps: int = 2) -> d
 
 def in_double(build: Callable[[], Any], plan: Any, found: dict[str, Any]) -> dict[str, Any]:
     """The verdict of the same comparison in float64, where rounding is a billion times smaller."""
+    build = doubled(build)
+    again = in_turn(build, build(), in_float64(plan, build))
+    worst = max(again[kind] for kind in KINDS)
+    return {"float64_error": worst, "verdict": "same" if worst <= DOUBLE_TOLERANCE else "different"}
 
+
+def in_float64(plan: Any, build: Callable[[], Any]) -> Any:
+    """The plan, for the model in float64."""
     from partitioner.capture import fingerprint
     from partitioner.tracing import unwrap
 
-    build = doubled(build)
-    profile = plan.profile.model_copy(update={"fingerprint": fingerprint(unwrap(build().model))})
-    again = in_turn(build, build(), plan.model_copy(update={"profile": profile}))
-    worst = max(again[kind] for kind in KINDS)
-    return {"float64_error": worst, "verdict": "same" if worst <= DOUBLE_TOLERANCE else "different"}
+    profile = plan.profile.model_copy(update={"fingerprint": fingerprint(unwrap(build().model)), "dtype": "float64"})
+    return plan.model_copy(update={"profile": profile})
 
 
 def doubled(build: Callable[[], Any]) -> Callable[[], Any]:
@@ -424,78 +435,112 @@ def elsewhere(
 # -- real ranks
 
 
-def draws(model: Any, batch: Any, loss: Any) -> bool:
-    """Whether the loss depends on random numbers: torch's, Python's or NumPy's."""
+def draws(build: Callable[[], Any], plan: Any, evaluate: bool) -> bool:
+    """Whether the loss depends on random numbers. Models may keep state, so that each is a new one."""
     import torch
     from side_by_side import seed_all
 
+    from partitioner.losses import Loss
+    from partitioner.microbatches import Cutter
+    from partitioner.tracing import unwrap
+
     values = []
-    for seed in range(4):
+    for seed in range(3):
+        case = build()
+        model = unwrap(case.model)
+        if evaluate:
+            model.eval()
+        part = Cutter(plan.training.batch_dim).cut(case.args, case.kwargs or {}, case.target, plan.num_microbatches)[0]
         seed_all(seed)
         with torch.enable_grad():
-            values.append(float(loss.of(model(*batch.args, **batch.kwargs), batch.target).detach()))
+            output = model(*part.args, **part.kwargs)
+        values.append(float(Loss(model, case.loss_fn, None).of(output, part.target).detach()))
     return max(values) - min(values) > 1e-6 * abs(values[0])
 
 
-def on_ranks(case: Any, plan: Any, pool: list[Any]) -> dict[str, Any]:
+def on_ranks(name: str, of: str, microbatches: int, double: bool, plan: Any, pool: list[Any]) -> dict[str, Any]:
     """Two steps on ranks that find each other over gloo, against one device; `pool` keeps them for the next model."""
-    import torch
+    import zoo  # by this name the ranks find it too
     from rank_pool import RankPool
 
-    import partitioner.verification as verification
     from partitioner.errors import PartitionerError
-    from partitioner.losses import Loss
-    from partitioner.microbatches import Cutter, MicroBatch, as_call
     from partitioner.tracing import unwrap
 
-    case.model = unwrap(case.model)
-    args, kwargs = as_call(case.inputs)
-    cutter = Cutter(plan.training.batch_dim)
-    loss = Loss(case.model, case.loss_fn, None)
+    build = built(name, of, microbatches, double)
     found: dict[str, Any] = {}
-    with verification.as_it_was(case.model):
-        batch = MicroBatch(args, kwargs, case.target, plan.training.batch_size)
-        try:
-            draws(case.model, batch, loss)
-        except RuntimeError as error:  # the comparison runs the whole batch too
-            return {"verdict": f"skipped: it takes batches of one size only ({error})"}
-        if draws(case.model, batch, loss):
-            case.model.eval()
-            found["eval"] = True
-            if draws(case.model, batch, loss):
-                return {"verdict": "skipped: it draws random numbers in eval mode too, and ranks draw others"}
+    evaluate = draws(build, plan, evaluate=False)
+    if evaluate:
+        found["eval"] = True
+        if draws(build, plan, evaluate=True):
+            return {"verdict": "skipped: it draws random numbers in eval mode too, and ranks draw others"}
     if not pool:
         pool.append(RankPool(plan.num_ranks))
-    with verification.as_it_was(case.model):
-        try:
-            ranks = pool[0].run(
-                plan.num_ranks,
-                verification.on_rank,
-                plan,
-                case.model,
-                args,
-                kwargs,
-                case.target,
-                case.loss_fn,
-                None,
-                2,
-                0.01,
-                0,
-            )
-        except Exception as error:
-            first = next(iter(getattr(error, "errors", {0: error}).values()))
-            kind = "refused" if isinstance(first, PartitionerError) else "failed"
-            return found | {"verdict": f"{kind}: {type(first).__name__}: {first}"}
-        single = verification.on_one_device(plan, case.model, args, kwargs, case.target, loss, cutter, 2, 0.01)
-    result = verification.compared(plan, ranks, single, 2, ())
+    try:
+        ranks = pool[0].run(plan.num_ranks, zoo.steps_on_rank, plan, name, of, microbatches, double, evaluate)
+    except Exception as error:
+        first = next(iter(getattr(error, "errors", {0: error}).values()))
+        kind = "refused" if isinstance(first, PartitionerError) else "failed"
+        return found | {"verdict": f"{kind}: {type(first).__name__}: {first}"}
+    whole = Side(build(), plan, [unwrap(build().model)])
+    if evaluate:
+        whole.models[0].eval()
+    worst = dict.fromkeys(KINDS, 0.0)
+    where = ""
+    reference = dict(whole.models[0].named_parameters())
+    for step, parts in enumerate(zip(*ranks, strict=True)):
+        fresh = build()
+        value = whole.step(fresh.args, fresh.kwargs or {}, fresh.target, step)
+        losses = [abs(part["loss"] - value) / max(abs(value), TINY) for part in parts]
+        joined = {kind: {n: t for part in parts for n, t in part[kind].items()} for kind in RANK_KINDS}
+        errors = {"loss_error": (max(losses), "the loss")}
+        errors["grad_error"] = apart(gradients(whole.models, [reference]), joined["gradients"])
+        errors["buffer_error"] = apart(dict(whole.models[0].named_buffers()), joined["buffers"])
+        descend(reference.values(), 0.1 / max(1.0, norm(reference.values())))
+        errors["weight_error"] = apart(reference, joined["weights"])
+        for kind, (error, whose) in errors.items():
+            if not error <= worst[kind]:
+                worst[kind] = error
+                where = where if max(worst.values()) > error else f"{kind} of {whose} in step {step}"
+    same = all(error <= TOLERANCE for error in worst.values())
+    return found | worst | {"worst": where, "verdict": "same" if same else "different"}
+
+
+RANK_KINDS = ("gradients", "buffers", "weights")
+
+
+def built(name: str, of: str, microbatches: int, double: bool) -> Callable[[], Any]:
+    """What makes the model and its batch."""
+    build = widened(family(of)[name], of, microbatches)[0]
+    return doubled(build) if double else build
+
+
+def steps_on_rank(
+    plan: Any, name: str, of: str, microbatches: int, double: bool, evaluate: bool, steps: int = 2
+) -> list[Any]:
+    """What this rank has after each step: the loss; its part of gradients, buffers and weights."""
+    import torch
+
+    import partitioner as pt
+    from partitioner.tracing import unwrap
+
+    build = built(name, of, microbatches, double)
     torch.set_num_threads(1)
-    return found | {
-        "verdict": "same" if result.passed else "different",
-        "loss_error": result.loss_error,
-        "grad_error": result.gradient_error,
-        "weight_error": result.weight_error,
-        "worst": result.worst_gradient,
-    }
+    case, found = build(), []
+    if evaluate:
+        unwrap(case.model).eval()
+    with pt.materialize(plan, case.model, loss_fn=case.loss_fn) as stage:
+        for _ in range(steps):
+            fresh = build()
+            loss = float(stage.train_step(fresh.inputs, fresh.target))
+            own = {n: p for n, p in stage.named_parameters() if n != "(inert)"}
+            kept = {"gradients": gradients([stage.module], [own]), "buffers": spoken_for([stage._placement])}
+            kept = {kind: {n: t.detach().clone() for n, t in part.items()} for kind, part in kept.items()}
+            size = float(stage.clip_grad_norm_(float("inf")))
+            descend(own.values(), 0.1 / max(1.0, size))
+            stage.module.zero_grad()
+            weights = {n: t.detach().clone() for n, t in own.items()}
+            found.append({"loss": loss, **kept, "weights": weights})
+    return found
 
 
 # -- all models, each in its process
@@ -577,6 +622,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=0, help="real ranks; 0: stages one after another in one process")
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--microbatches", type=int, default=4)
+    parser.add_argument("--schedule", choices=["gpipe", "1f1b"], default="gpipe", help="that of real ranks")
     parser.add_argument("--more-cuts", type=int, default=6)
     parser.add_argument("--limit-s", type=float, default=120.0)
     parser.add_argument("--json", type=Path)
@@ -585,6 +631,7 @@ def main() -> None:
         "ranks": given.ranks,
         "stages": given.ranks or given.stages,
         "microbatches": given.microbatches,
+        "schedule": given.schedule,
         "more_cuts": given.more_cuts,
     }
     os.environ.update(OMP_NUM_THREADS="1", PYTHONHASHSEED="0", HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
