@@ -173,8 +173,10 @@ def test_accumulating_over_two_steps_adds_up(ranks: RankPool, pp: int, dp: int) 
     assert_same(ranks, plan, case.model, [(case.inputs, case.target), ((other,), other)], case.loss_fn, zero_grad=False)
 
 
-def test_the_norm_counts_a_shared_parameter_once_and_clips_like_torch(ranks: RankPool) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_norm_counts_a_shared_parameter_once_and_clips_like_torch(ranks: RankPool, dtype: torch.dtype) -> None:
     case = models.build("tied")
+    case.model.to(dtype)
     plan = plan_for(case, pp=2, dp=2, microbatches=2)
     batches = [(case.inputs, case.target)] * 3
     assert_same(ranks, plan, case.model, batches, case.loss_fn, zero_grad=True, learning_rate=0.1, max_norm=0.3)

@@ -271,16 +271,18 @@ class LiveStage:
                     own.append(parameter.grad)
                     if self._placement.owner_set_of(name)[0] == self._mesh.stage:
                         counted.append(parameter.grad)
-            norms = [torch.linalg.vector_norm(_values(grad), norm_type, dtype=torch.float32).cpu() for grad in counted]
-            local = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+            norms = [_norm(_values(gradient), norm_type) for gradient in counted]
+            local = _norm(torch.stack(norms), norm_type) if norms else torch.zeros((), dtype=torch.float64)
             if self._mesh.num_stages > 1:
-                parts = [torch.zeros(()) for _ in range(self._mesh.num_stages)]
+                parts = [torch.zeros((), dtype=torch.float64) for _ in range(self._mesh.num_stages)]
                 dist.all_gather(parts, local, group=self._mesh.within_replica)
-                local = torch.linalg.vector_norm(torch.stack(parts), norm_type)
+                local = _norm(torch.stack(parts), norm_type)
+            dtype = torch.float64 if self.plan.profile.dtype == "float64" else torch.float32
+            local = local.to(self._mesh.device, dtype)
             factor = torch.clamp(max_norm / (local + 1e-6), max=1.0)
             for gradient in own:
-                gradient.mul_(factor.to(gradient.device))
-            return local.to(self._mesh.device)
+                gradient.mul_(factor)
+            return local
 
     def sampler(self, dataset: Dataset[Any], *, shuffle: bool = True, drop_last: bool = False) -> Any:
         """A sampler for a DataLoader: this replica's samples, in the same order on all of its ranks.
@@ -362,6 +364,13 @@ class LiveStage:
             dist.broadcast(value, mesh.rank_of(mesh.num_stages - 1), group=mesh.within_replica)
         dtype = torch.float64 if self.plan.profile.dtype == "float64" else torch.float32
         return value.to(mesh.device, dtype)
+
+
+def _norm(values: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """On the CPU, in float64; summed in float32 at least."""
+    dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
+    norm: torch.Tensor = torch.linalg.vector_norm(values, norm_type, dtype=dtype)
+    return norm.cpu().double()
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:
