@@ -12,8 +12,9 @@ from partitioner.recording import ROOT
 def joined(profile: Profile | Capture, stage_of: Mapping[str, int]) -> tuple[dict[str, int], set[str]]:
     """Layers joined to whole modules where no cut goes through; and every module that has to be watched.
 
-    A module is taken whole if it may be, all its layers are on one stage, none of them begins a later stage (then glue
-    inside the module runs on the stage before), and no tensor of its inside is used on another stage.
+    A module is taken whole if it may be, all its layers are on one stage, no tensor of its inside is used on another
+    stage, and no stage begins inside of it: one may begin with its first layer where no torch function runs in the
+    module before that (it would run on the stage before).
     """
     ids = [layer.id for layer in profile.layers]
     first = {next(name for name in ids if stage_of[name] == stage) for stage in set(stage_of.values())} - {ids[0]}
@@ -29,8 +30,16 @@ def joined(profile: Profile | Capture, stage_of: Mapping[str, int]) -> tuple[dic
         if any(stage_of[layer] != stage_of[tensor.producer] for layer in tensor.consumers)
     ]
 
+    def begins_inside(path: str, names: list[str]) -> bool:
+        inside = [name for name in names if name in first]
+        if inside != names[:1] or profile.opened:
+            return bool(inside)
+        parts = names[0].split(".")
+        ways = [".".join(parts[:k]) for k in range(path.count(".") + 1, len(parts))]
+        return any(profile.glue.get(f">{way}") for way in ways)
+
     def whole(path: str, names: list[str]) -> bool:
-        if len({stage_of[name] for name in names}) > 1 or any(name in first for name in names):
+        if len({stage_of[name] for name in names}) > 1 or begins_inside(path, names):
             return False
         if path not in profile.joinable or any(name.split("#")[0] in repeated for name in names):
             return False

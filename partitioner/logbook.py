@@ -19,7 +19,16 @@ import torch
 from torch import nn
 
 from partitioner.errors import UnsupportedModelError
-from partitioner.structures import PLAIN, Opened, is_python_object, is_same, opened, opened_object, opened_record
+from partitioner.structures import (
+    PLAIN,
+    Opened,
+    is_container,
+    is_python_class,
+    is_same,
+    opened,
+    opened_object,
+    opened_record,
+)
 from partitioner.tracing import call_elsewhere
 
 
@@ -47,6 +56,12 @@ class Entry(NamedTuple):
     state: tuple[Any, ...] = ()
     """What it changed of Python state that later stages reach; see `shared`."""
 
+    def single_tensor(self) -> Made | None:
+        """What the result is like where one new tensor is all that came of it."""
+        if self.writes or self.refills or self.result is None or self.result[0] != _MADE:
+            return None
+        return Made(*self.result[1:])
+
 
 class Made(NamedTuple):
     """What a tensor is like, without its values."""
@@ -59,19 +74,42 @@ class Made(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Made:
-        stride = tuple(tensor.stride()) if tensor.layout == torch.strided and not tensor.is_nested else None
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        return cls(tuple(tensor.shape), stride, dtype, tensor.device.type, tensor.requires_grad)
+        stride = tensor.stride() if tensor.layout == torch.strided and not tensor.is_nested else None
+        return cls(tuple(tensor.shape), stride, dtype_name(tensor.dtype), tensor.device.type, tensor.requires_grad)
+
+
+@functools.cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype in torch: "float32"."""
+    return str(dtype).removeprefix("torch.")
 
 
 _STATELESS = (*PLAIN, nn.Module)
+_NOTHING, _ONE_TENSOR, _SEEN_THROUGH, _FILLED, _PYTHON, _OPAQUE = range(6)
+
+
+@functools.lru_cache(maxsize=4096)
+def _kind(cls: Any) -> int:
+    """What an argument of this class is to `Arguments`."""
+    if issubclass(cls, torch.Tensor):
+        return _ONE_TENSOR
+    if issubclass(cls, _STATELESS):
+        return _NOTHING
+    if issubclass(cls, (tuple, slice)):
+        return _SEEN_THROUGH
+    if is_container(cls):
+        return _FILLED
+    return _PYTHON if is_python_class(cls) else _OPAQUE
 
 
 class Arguments:
     """The tensors, containers and opaque objects that a call was given, as they were before it.
 
     Of an object of a Python class, what its attributes hold directly belongs to it, and the items of containers there.
+    Made for every call of a forward, so that each step is the cheapest one that tells the same.
     """
+
+    __slots__ = ("_contents", "_versions", "items", "objects", "tensors")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.tensors: list[torch.Tensor] = []
@@ -79,21 +117,28 @@ class Arguments:
         self.items: list[Any] = []
         """What containers inside of objects held, in their order."""
         self._contents: list[Opened | None] = []
-        for item in (*args, *kwargs.values()):
+        for item in args:
             self._note(item)
-        self._versions = [version(tensor) for tensor in self.tensors]
+        if kwargs:
+            for item in kwargs.values():
+                self._note(item)
+        try:
+            self._versions = [tensor._version for tensor in self.tensors]
+        except RuntimeError:
+            self._versions = [version(tensor) for tensor in self.tensors]
 
     def _note(self, item: Any) -> None:
-        if isinstance(item, torch.Tensor):
+        kind: int = _kind(type(item))  # type: ignore[arg-type]  # mypy does not take classes for hashable
+        if kind == _NOTHING:
+            return
+        if kind == _ONE_TENSOR:
             self.tensors.append(item)
             return
-        if isinstance(item, _STATELESS):
+        if kind == _PYTHON and hasattr(item, "__dict__"):
+            self._note_object(item)
             return
         inside = opened(item)
-        if inside is None or inside.kind not in ("tuple", "slice"):
-            if inside is None and is_python_object(item):
-                self._note_object(item)
-                return
+        if kind != _SEEN_THROUGH:
             self.objects.append(item)
             self._contents.append(inside)
         if inside is not None:
@@ -116,17 +161,23 @@ class Arguments:
 
     def written(self) -> tuple[int, ...]:
         """Places of the tensors that have been changed in place since."""
+        try:
+            now = [tensor._version for tensor in self.tensors]
+        except RuntimeError:
+            now = [version(tensor) for tensor in self.tensors]
+        if now == self._versions:
+            return ()
         return tuple(
             k
             for k, tensor in enumerate(self.tensors)
-            if version(tensor) != self._versions[k] and not isinstance(tensor, nn.Parameter)
+            if now[k] != self._versions[k] and not isinstance(tensor, nn.Parameter)
         )
 
     def refilled(self) -> list[tuple[int, Opened]]:
         """Places of containers and objects that hold something else since, and what; of objects, what is new."""
         found = []
         for k, before in enumerate(self._contents):
-            if before is None:
+            if before is None or before.is_still(self.objects[k]):
                 continue
             now = opened(self.objects[k]) or opened_object(self.objects[k])
             if now.kind == "object":
@@ -136,6 +187,21 @@ class Arguments:
             elif now.keys != before.keys or not _are_same(now.parts, before.parts):
                 found.append((k, now))
         return found
+
+
+def num_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """How many tensors `Arguments` would find."""
+    return sum(map(_num_tensors, args)) + (sum(map(_num_tensors, kwargs.values())) if kwargs else 0)
+
+
+def _num_tensors(item: Any) -> int:
+    kind: int = _kind(type(item))  # type: ignore[arg-type]  # mypy does not take classes for hashable
+    if kind == _ONE_TENSOR:
+        return 1
+    if kind == _PYTHON and hasattr(item, "__dict__"):
+        return sum(isinstance(part, torch.Tensor) for part in opened_object(item).parts)
+    inside = None if kind in (_NOTHING, _OPAQUE) else opened(item)
+    return 0 if inside is None else sum(map(_num_tensors, inside.parts))
 
 
 def _are_same(now: list[Any], before: list[Any]) -> bool:
@@ -166,13 +232,16 @@ class Encoder:
     def __init__(self, given: Arguments, own: Mapping[int, str]) -> None:
         self.tensors: list[torch.Tensor] = []
         self._own = own
-        self._places = {id(tensor): k for k, tensor in reversed(list(enumerate(given.tensors)))}
-        self._objects = {id(item): k for k, item in enumerate(given.objects)}
-        self._items = {id(item): k for k, item in enumerate(given.items)}
+        self._places: dict[int, int] = {}
+        for k, tensor in enumerate(given.tensors):
+            self._places.setdefault(id(tensor), k)
+        self._objects = {id(item): k for k, item in enumerate(given.objects)} if given.objects else {}
+        self._items = {id(item): k for k, item in enumerate(given.items)} if given.items else {}
         self._met: dict[int, int] = {}
 
     def __call__(self, item: Any) -> Any:
-        if isinstance(item, PLAIN):
+        cls = type(item)
+        if cls is not torch.Tensor and isinstance(item, PLAIN):
             return (_PLAIN, item)
         if id(item) in self._own:
             return (_OWN, self._own[id(item)])
@@ -206,6 +275,15 @@ class Encoder:
         if id(tensor) in self._places:
             return (_TENSOR, self._places[id(tensor)])
         return (_MADE, *Made.of(tensor))
+
+
+def encoded(result: Any, given: Arguments, own: Mapping[int, str]) -> tuple[Any, list[torch.Tensor]]:
+    """What an `Encoder` makes of a result, and the different tensors in it; quick where it is one new tensor."""
+    is_tensor = type(result) is torch.Tensor and id(result) not in own
+    if is_tensor and not given.items and all(result is not tensor for tensor in given.tensors):
+        return (_MADE, *Made.of(result)), [result]
+    encoder = Encoder(given, own)
+    return encoder(result), encoder.tensors
 
 
 def withheld_in(code: Any) -> str:

@@ -17,7 +17,7 @@ from partitioner.logbook import Entry
 from partitioner.profiles import Profile
 from partitioner.recording import ROOT
 from partitioner.shared import SharedState
-from partitioner.tracing import unwrap
+from partitioner.tracing import WatchedCall, unwrap
 
 
 @dataclass
@@ -59,6 +59,7 @@ class Part:
         if missing:
             raise UnsupportedModelError(f"the model has no module {missing[0]!r}, which the plan places")
         self.tracked = {modules[path]: path for path in tracked}
+        self.calls = list(map(WatchedCall, self.tracked))
         self.fire_hooks = frozenset(profile.fire_hooks)
         self.glue, self.glue_names = profile.glue, profile.glue_names
         self.captured = frozenset(layer.id for layer in profile.layers)

@@ -17,7 +17,7 @@ import operator
 import sys
 import sysconfig
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from partitioner.logbook import version
-from partitioner.structures import PLAIN, is_python_class, is_same, slots
+from partitioner.structures import PLAIN, are_same_objects, is_python_class, is_same, slots
 
 _MAX_DEPTH = 6
 _MAX_ITEMS = 1000
@@ -67,6 +67,12 @@ class Place:
             return [part for item in self.items() for part in item]
         found: Iterable[Any] = vars(self.owner).values()
         return found
+
+    def views(self) -> list[Any] | None:
+        """What always goes through the objects that it holds then, and tells how many; None where there is no such."""
+        if slots(type(self.owner)) or not hasattr(self.owner, "__dict__"):  # type: ignore[arg-type]
+            return None
+        return [vars(self.owner).values()]
 
     def put(self, key: Any, value: Any) -> None:
         """Let it hold `value` under `key`."""
@@ -109,6 +115,9 @@ class DictPlace(Place):
     def parts(self) -> Iterable[Any]:
         return itertools.chain(dict.keys(self.owner), dict.values(self.owner))
 
+    def views(self) -> list[Any] | None:
+        return [dict.keys(self.owner), dict.values(self.owner)]
+
     def put(self, key: Any, value: Any) -> None:
         self.owner[key] = value
 
@@ -145,6 +154,9 @@ class SequencePlace(Place):
     def parts(self) -> Iterable[Any]:
         return list(self.owner)
 
+    def views(self) -> list[Any] | None:
+        return [self.owner]
+
     def put(self, key: Any, value: Any) -> None:
         self.owner.clear()
         self.owner.update(value) if isinstance(self.owner, set) else self.owner.extend(value)
@@ -173,6 +185,9 @@ class NamePlace(Place):
     def parts(self) -> Iterable[Any]:
         return [vars(self.owner).get(self.key, _MISSING)]
 
+    def views(self) -> list[Any] | None:
+        return None
+
     def put(self, key: Any, value: Any) -> None:
         setattr(self.owner, key, value)
 
@@ -200,6 +215,9 @@ class CellPlace(Place):
 
     def parts(self) -> Iterable[Any]:
         return [value for _, value in self.items()]
+
+    def views(self) -> list[Any] | None:
+        return None
 
     def put(self, key: Any, value: Any) -> None:
         self.owner.cell_contents = value
@@ -269,6 +287,31 @@ class Watched:
             if key not in was or not is_same(value, was[key])
         ]
         return [*found, *(Change(place, key, value, GONE) for key, value in was.items() if key not in now)]
+
+
+class Glance:
+    """Several places as they are now, to see at one look that nothing has changed: this is done after every layer."""
+
+    def __init__(self, places: Sequence[Watched]) -> None:
+        self._others = [one for one in places if one.arrays or one.place.views() is None]
+        seen = [one for one in places if not one.arrays and one.place.views() is not None]
+        self._views = [view for one in seen for view in one.place.views() or ()]
+        self._lengths = [len(view) for view in self._views]
+        self._parts = tuple(itertools.chain.from_iterable(self._views))
+        self._owners = [one.place.owner for one in seen if hasattr(one.place.owner, "__dict__")]
+        self._tables = tuple(vars(owner) for owner in self._owners)
+        self._tensors = [tensor for one in seen for _, tensor in one.tensors]
+        self._versions = [number for one in seen for number in one.versions]
+
+    def is_still(self) -> bool:
+        """Whether all hold the very same objects, and tensors and arrays in them the same values."""
+        return (
+            list(map(len, self._views)) == self._lengths
+            and are_same_objects(tuple(itertools.chain.from_iterable(self._views)), self._parts)
+            and are_same_objects(tuple(map(vars, self._owners)), self._tables)
+            and list(map(version, self._tensors)) == self._versions
+            and not any(one.is_touched() for one in self._others)
+        )
 
 
 class Reach:

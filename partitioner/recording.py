@@ -284,9 +284,6 @@ class _Recorder(Watcher):
 
     # -- what happens
 
-    def on_read(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return func(*args, **kwargs)
-
     def on_transform(self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One function, that every rank runs itself where all it uses inside comes from the inputs."""
         self.recording.clock += 1

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import _random
 import contextlib
 import ctypes
+import functools
 import random
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,14 +30,58 @@ def random_states() -> tuple[Any, ...]:
 def random_marks() -> tuple[Any, ...]:
     """Something that changes when either generator is drawn from, cheap to make and to compare.
 
-    Both are Mersenne twisters: with every draw their position moves, and where it wraps their first word changes.
+    Both are Mersenne twisters: with every draw their position moves, and where it wraps their first word changes; of
+    two normal numbers drawn together the second is kept for the next call. All of that is read where it lies in memory,
+    as this is asked around every layer and a state has 624 words.
     """
-    bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
-    if not isinstance(bits, np.random.MT19937):
+    words = _words_of_numpy(np.random.get_bit_generator())  # type: ignore[attr-defined]
+    if words is None or _PYTHON is None or _NUMPY_NORMAL is None:
         return random_states()
-    _, words, gauss = random.getstate()
-    address = bits.ctypes.state_address
-    return words[0], words[-1], gauss, ctypes.string_at(address, 4), ctypes.string_at(address + 624 * 4, 4)
+    normal = random._inst.gauss_next  # type: ignore[attr-defined]
+    return _PYTHON[0], _PYTHON[1], normal, words[0], words[624], _NUMPY_NORMAL[0]
+
+
+def _words_of_python() -> Any:
+    """Where CPython keeps the position and the words of `random`'s own generator; None where they are not there."""
+    generator = random._inst
+    size = object.__basicsize__ + 625 * ctypes.sizeof(ctypes.c_uint32)
+    if sys.implementation.name != "cpython" or _random.Random.__basicsize__ < size:
+        return None
+    found = (ctypes.c_uint32 * 625).from_address(id(generator) + object.__basicsize__)
+    words = generator.getstate()[1]
+    return found if tuple(found) == (words[-1], *words[:-1]) else None
+
+
+@functools.lru_cache(maxsize=1)
+def _words_of_numpy(bits: Any) -> Any:
+    """Where NumPy keeps the words of its global generator, and its position after them; None if it is another kind."""
+    if not isinstance(bits, np.random.MT19937):
+        return None
+    return (ctypes.c_uint32 * 625).from_address(bits.ctypes.state_address)
+
+
+def _normal_of_numpy() -> Any:
+    """Where NumPy's global generator says whether it keeps a normal number: found in one like it, by the number."""
+    like = np.random.RandomState(0)
+    size = type(like).__basicsize__
+    like.standard_normal()
+    kept = like.get_state(legacy=False)["gauss"]
+    numbers = (ctypes.c_double * (size // 8)).from_address(id(like))
+    places = [k for k in range(object.__basicsize__ // 8 + 1, size // 8) if numbers[k] == kept]
+    if sys.implementation.name != "cpython" or len(places) != 1:
+        return None
+    offset = 8 * (places[0] - 1)
+    flag = ctypes.c_int.from_address(id(like) + offset)
+    seen = [flag.value]
+    for _ in range(3):
+        like.standard_normal()
+        seen.append(flag.value)
+    if seen != [1, 0, 1, 0]:
+        return None
+    return (ctypes.c_int * 1).from_address(id(np.random.mtrand._rand) + offset)
+
+
+_PYTHON, _NUMPY_NORMAL = _words_of_python(), _normal_of_numpy()
 
 
 def set_random_states(states: tuple[Any, ...]) -> None:

@@ -22,7 +22,7 @@ from torch import nn
 from partitioner.errors import UnsupportedModelError
 from partitioner.logbook import Arguments, Decoder, Encoder, Made, is_sendable, pickled, withheld_in
 from partitioner.profiles import Attribute, Buffer
-from partitioner.reaching import GONE, BufferPlace, Change, Place, Reach, SequencePlace, Watched
+from partitioner.reaching import GONE, BufferPlace, Change, Glance, Place, Reach, SequencePlace, Watched
 from partitioner.structures import tensors_in
 
 
@@ -65,14 +65,18 @@ class SharedState:
         self._watched: list[Watched] = []
         self._by_label: dict[tuple[str, str], Place] = {}
         self._num_known = 0
+        self._glance: Glance | None = None
         self._watch_new()
 
     def mark(self) -> None:
         """What changed until now is as it should be."""
         with torch._C.DisableTorchFunction():
+            if self._glance is not None and self._glance.is_still():
+                return
             for watched in self._watched:
                 if watched.is_touched():
                     self._follow(watched.changes())
+            self._glance = Glance(self._watched)
 
     def changes(self, who: str) -> list[Change]:
         """What has changed since the last look, by `who`, as far as later stages reach it.
@@ -81,10 +85,13 @@ class SharedState:
         """
         found: list[Change] = []
         with torch._C.DisableTorchFunction():
+            if self._glance is not None and self._glance.is_still():
+                return found
             for watched in self._watched:
                 if watched.is_touched():
                     found += watched.changes()
             self._follow(found)
+            self._glance = Glance(self._watched)
         sent = []
         self.is_moving = self.is_moving or bool(found)
         for change in found:

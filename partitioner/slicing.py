@@ -65,19 +65,20 @@ class Slice(Part):
         output: Any = None
         ended_early = False
         try:
-            try:
-                with watching(walk):
+            with watching(walk):
+                walk.start()
+                try:
                     output = self.model(*args, **kwargs)
                     walk.begin()
                     walk.follow_call("")
-                walk.keep_survivors()
-                ended_early = True
-            except Reached:
-                pass
-            walk.drop_hooks()
-            if walk.failure is not None:
-                raise walk.failure
-            walk.changes(f"the code after {walk.moment}" if walk.moment else "the code")
+                    walk.keep_survivors()
+                    ended_early = True
+                except Reached:
+                    pass
+                walk.drop_hooks()
+                if walk.failure is not None:
+                    raise walk.failure
+                walk.changes(f"the code after {walk.moment}" if walk.moment else "the code")
             if meter is not None:
                 meter.end(walk.survivors)
             if self.stage + 1 == self.num_stages:

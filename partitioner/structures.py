@@ -6,10 +6,13 @@ sequences, torch's result types, Hugging Face's outputs). Anything else is opaqu
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
+import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from operator import is_
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -27,6 +30,18 @@ class Opened(NamedTuple):
     cls: Any
     keys: tuple[Any, ...]
     parts: list[Any]
+
+    def is_still(self, item: Any) -> bool:
+        """Whether `item`, which was taken apart, holds the very same objects still; False may also mean: not known."""
+        parts = self.parts
+        if self.kind in ("list", "deque"):
+            return len(item) == len(parts) and all(map(is_, item, parts))
+        if self.kind == "dict":
+            keys, attributes, factory = self.keys
+            if attributes or getattr(item, "default_factory", None) is not factory:
+                return False
+            return _holds_still(item, keys, parts)
+        return self.kind == "object" and not slots(self.cls) and _holds_still(item.__dict__, self.keys, parts)
 
     def built(self, parts: list[Any]) -> Any:
         """A container like the one taken apart, of these parts. No constructor of the user's runs."""
@@ -69,6 +84,10 @@ class Opened(NamedTuple):
         else:
             for key, part in zip(keys, parts, strict=True):
                 object.__setattr__(made, key, part)
+
+
+def _holds_still(now: dict[Any, Any], keys: tuple[Any, ...], parts: list[Any]) -> bool:
+    return len(now) == len(parts) and all(map(is_, now, keys)) and all(map(is_, dict.values(now), parts))
 
 
 def opened(item: Any) -> Opened | None:
@@ -135,9 +154,41 @@ def is_same(now: Any, before: Any) -> bool:
     return isinstance(now, PLAIN) and type(now) is type(before) and bool(now == before)
 
 
+def are_same_objects(now: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
+    """Whether two tuples of one length hold the very same objects.
+
+    CPython keeps their addresses in a row, and to compare the rows takes a fraction of going through the objects.
+    """
+    if not _TUPLES_ARE_ROWS:
+        return all(map(is_, now, before))
+    return _row(now) == _row(before)
+
+
+def _row(items: tuple[Any, ...]) -> bytes:
+    return ctypes.string_at(id(items) + tuple.__basicsize__, len(items) * tuple.__itemsize__)
+
+
+def _tuples_are_rows() -> bool:
+    if sys.implementation.name != "cpython" or tuple.__itemsize__ != ctypes.sizeof(ctypes.c_void_p):
+        return False
+    some = (1, "a", None)
+    return _row(some) == b"".join(id(item).to_bytes(tuple.__itemsize__, sys.byteorder) for item in some)
+
+
+_TUPLES_ARE_ROWS = _tuples_are_rows()
+
+
 def is_python_object(value: Any) -> bool:
     """Whether a value is an object of a class written in Python that keeps its state in attributes."""
     return is_python_class(type(value)) and hasattr(value, "__dict__")  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=4096)
+def is_container(cls: Any) -> bool:
+    """Whether `opened` takes objects of this class apart."""
+    if issubclass(cls, (*PLAIN, torch.Tensor, nn.Module)):
+        return False
+    return issubclass(cls, (tuple, list, dict, deque, slice, SimpleNamespace)) or dataclasses.is_dataclass(cls)
 
 
 @functools.lru_cache(maxsize=4096)

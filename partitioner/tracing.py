@@ -17,13 +17,14 @@ Tensors are named after the moment and the order in which they were made then: "
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import weakref
 import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any, NamedTuple, TypeVar
@@ -69,6 +70,12 @@ RANDOM = frozenset(
     "kaiming_uniform_ kaiming_normal_ xavier_uniform_ xavier_normal_ orthogonal_ sparse_".split()
 )
 """Functions that may draw random numbers; on other ranks their results are received, never drawn again."""
+
+
+@functools.lru_cache(maxsize=2048)
+def _name_and_kind(func: Callable[..., Any]) -> tuple[str, bool]:
+    name = function_name(func)
+    return name, is_read(name)
 
 
 def function_name(func: Callable[..., Any]) -> str:
@@ -118,9 +125,16 @@ class Watcher(ABC):
     `counted`: those whose calls are counted in these depths too, since they are also called outside.
     """
 
-    def __init__(self, tracked: Mapping[nn.Module, str], counted: Set[nn.Module] = frozenset()) -> None:
+    def __init__(
+        self,
+        tracked: Mapping[nn.Module, str],
+        counted: Set[nn.Module] = frozenset(),
+        calls: Sequence[WatchedCall] | None = None,
+    ) -> None:
+        """`calls`: one for each of `tracked`, where they were made before."""
         self.tracked = tracked
         self.counted = counted
+        self.calls = list(map(WatchedCall, tracked)) if calls is None else calls
         self.moment = ""
         self.num_functions = 0
         self.checksum = 0
@@ -203,10 +217,6 @@ class Watcher(ABC):
         """Whether a checkpoint without reentrance has to save these inputs, since it may run again."""
         return True
 
-    @abstractmethod
-    def on_read(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A torch function that only reads or sets what a tensor is like."""
-
 
 class _Current(threading.local):
     watcher: Watcher | None = None
@@ -234,24 +244,27 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = function_name(func)
+        name, reads = _name_and_kind(func)
+        if reads:
+            return func(*args, **kwargs) if kwargs else func(*args)
         if name == "__iter__":
             return iter(self.__torch_function__(torch.Tensor.unbind, types, args, kwargs))
         if name == "get grad" and isinstance(args[0], nn.Parameter):
             return func(*args)  # torch.profiler does that at every module call, where it records stacks
-        handle = self.watcher.on_read if is_read(name) else self.watcher.on_function
-        return handle(name, func, args, kwargs or {})
+        return self.watcher.on_function(name, func, args, kwargs or {})
 
 
-class _WatchedCall:
-    """Stands on a module in place of the method that its `__call__` ends in."""
+class WatchedCall:
+    """Stands on a module, while it is watched, in place of the method that its `__call__` ends in."""
+
+    __slots__ = ("kept", "module", "name", "num_watchers", "run")
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.name = "_call_impl" if module._compiled_call_impl is None else "_compiled_call_impl"
-        self.kept = vars(module).get(self.name)
-        self.run = getattr(module, self.name)
         self.num_watchers = 0
+        self.kept: Any = None
+        self.name = "_call_impl"
+        self.run: Callable[..., Any] = module._call_impl
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         watcher = _current.watcher
@@ -268,26 +281,32 @@ class _WatchedCall:
             return self.run(*args, **kwargs)
         return watcher.on_call(path, self.module, self.run, args, kwargs)
 
-    def enter(self) -> None:
-        self.num_watchers += 1
-        vars(self.module)[self.name] = self
+    def enter(self) -> WatchedCall:
+        """Take the place, or share it with whoever stands there; the one that stands there now."""
+        attributes = self.module.__dict__
+        compiled = self.module._compiled_call_impl
+        if compiled is not None or "_call_impl" in attributes:
+            for name in ("_call_impl", "_compiled_call_impl"):
+                found = attributes.get(name)
+                if isinstance(found, WatchedCall) and found.module is self.module:
+                    found.num_watchers += 1
+                    return found
+        self.name = "_call_impl" if compiled is None else "_compiled_call_impl"
+        self.kept = attributes.get(self.name)
+        self.run = getattr(self.module, self.name)
+        self.num_watchers = 1
+        attributes[self.name] = self
+        return self
 
     def leave(self) -> None:
         self.num_watchers -= 1
         if self.num_watchers:
             return
+        attributes = self.module.__dict__
         if self.kept is None:
-            del vars(self.module)[self.name]
+            del attributes[self.name]
         else:
-            vars(self.module)[self.name] = self.kept
-
-
-def _call_of(module: nn.Module) -> _WatchedCall:
-    for name in ("_call_impl", "_compiled_call_impl"):
-        found = vars(module).get(name)
-        if isinstance(found, _WatchedCall) and found.module is module:
-            return found
-    return _WatchedCall(module)
+            attributes[self.name] = self.kept
 
 
 def _watched_apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
@@ -375,6 +394,10 @@ _TRANSFORMS: list[tuple[Any, str, Callable[..., Any]]] = [
 ]
 """What torch.func's transforms end in, when what they have made is called."""
 
+_WATCHED_TRANSFORMS = [
+    (owner, name, _watched_transform(name.strip("_"), transform)) for owner, name, transform in _TRANSFORMS
+]
+
 
 def in_transform() -> bool:
     """Whether a functorch transform, or forward-mode differentiation, is under way."""
@@ -429,10 +452,12 @@ class _Patch:
 
     def enter(self) -> None:
         self._num_watchers += 1
+        if self._num_watchers > 1:
+            return
         torch.autograd.Function.apply = classmethod(_watched_apply)  # type: ignore[method-assign, assignment]
         torch.jit.ScriptFunction.__call__ = _watched_script  # type: ignore[method-assign, assignment]
-        for owner, name, transform in _TRANSFORMS:
-            setattr(owner, name, _watched_transform(name.strip("_"), transform))
+        for owner, name, watched in _WATCHED_TRANSFORMS:
+            setattr(owner, name, watched)
         RemovableHandle.__init__ = _watched_handle_init  # type: ignore[method-assign, assignment]
         checkpointing._CheckpointFrame.__init__ = _watched_frame_init  # type: ignore[method-assign, assignment]
         if _frame_save_inputs is not None:
@@ -463,9 +488,8 @@ def watching(watcher: Watcher) -> Iterator[None]:
     if _current.watcher is not None:
         raise RuntimeError("a forward is watched already on this thread")
     with _patch.lock:
-        entered: list[_Patch | _WatchedCall] = [_patch, *map(_call_of, watcher.tracked)]
-        for one in entered:
-            one.enter()
+        _patch.enter()
+        entered = [call.enter() for call in watcher.calls]
     _current.watcher = _current.started = watcher
     try:
         with _eager(), watcher.functions:
@@ -473,6 +497,7 @@ def watching(watcher: Watcher) -> Iterator[None]:
     finally:
         _current.watcher = _current.started = None
         with _patch.lock:
+            _patch.leave()
             for one in entered:
                 one.leave()
 
@@ -480,42 +505,40 @@ def watching(watcher: Watcher) -> Iterator[None]:
 @contextmanager
 def _eager() -> Iterator[None]:
     """Inside: functions that torch.compile has wrapped run as they were written, so that they are seen."""
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is None:  # nothing is compiled
         yield
         return
-    _current.stance = _set_stance(dynamo.DynamoStance("force_eager"))
+    _current.stance = dynamo._set_stance(dynamo.DynamoStance("force_eager"))
     try:
         yield
     finally:
-        _set_stance(_current.stance)
+        dynamo._set_stance(_current.stance)
         _current.stance = None
 
 
-def _set_stance(stance: Any) -> Any:
-    """Give torch.compile another stance; the one before."""
-    return sys.modules["torch._dynamo.eval_frame"]._set_stance(stance)
-
-
-@contextmanager
-def unwatched() -> Iterator[None]:
+class unwatched:
     """Inside: neither calls nor functions are told, as in the depths of a layer; only counted, where that is asked."""
-    watcher, counting = _current.watcher, _current.counting
-    _current.watcher = None
-    _current.counting = watcher if watcher is not None and watcher.counted else None
-    stance = _current.stance
-    try:
-        with _pop_mode_temporarily():
-            if stance is None:
-                yield
-            else:
-                eager = _set_stance(stance)
-                try:
-                    yield
-                finally:
-                    _set_stance(eager)
-    finally:
-        _current.watcher, _current.counting = watcher, counting
+
+    __slots__ = ("_counting", "_dynamo", "_eager", "_mode", "_watcher")
+
+    def __enter__(self) -> None:
+        self._watcher, self._counting = watcher, _ = _current.watcher, _current.counting
+        _current.watcher = None
+        _current.counting = watcher if watcher is not None and watcher.counted else None
+        self._mode = torch._C._pop_torch_function_stack()
+        stance = _current.stance
+        self._dynamo: Any = None
+        if stance is not None:  # as its _set_stance does, without the checks: this is done for every layer
+            self._dynamo = sys.modules["torch._dynamo.eval_frame"]
+            self._eager = self._dynamo._stance
+            self._dynamo._stance = stance
+
+    def __exit__(self, *error: object) -> None:
+        if self._dynamo is not None:
+            self._dynamo._stance = self._eager
+        torch._C._push_on_torch_function_stack(self._mode)
+        _current.watcher, _current.counting = self._watcher, self._counting
 
 
 def watcher_here() -> Watcher | None:

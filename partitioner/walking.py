@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from partitioner.errors import UnsupportedModelError
-from partitioner.logbook import Arguments, Decoder, Encoder, Entry, pickled, version
+from partitioner.logbook import Arguments, Decoder, Encoder, Entry, encoded, num_tensors, pickled, version
 from partitioner.parts import Part, Payload
 from partitioner.reaching import Change
 from partitioner.recording import ROOT, storage_of
@@ -59,7 +59,7 @@ class Walk(Watcher):
     """One forward: what to do at each call and function depends on whether the stage's own part has begun."""
 
     def __init__(self, part: Part, received: Mapping[int, Payload], meter: Meter | None) -> None:
-        super().__init__(part.tracked, part.counted)
+        super().__init__(part.tracked, part.counted, part.calls)
         self.part, self.received, self.meter = part, received, meter
         self.has_gradients = torch.is_grad_enabled()
         """As the caller has it: where the stage's own part begins, the model may have switched gradients off."""
@@ -97,10 +97,13 @@ class Walk(Watcher):
             self.strayed |= flags.strayed
             if log is not None:
                 self.log, self.next_call, self.inputs_written = log, flags.next_call, flags.inputs_written
-        if self.local and part.shared is not None:
-            part.shared.mark()
-        if self.local and meter is not None:
-            meter.begin({}, {})
+
+    def start(self) -> None:
+        """The forward begins; that of the first stage with its own part."""
+        if self.local and self.part.shared is not None:
+            self.part.shared.mark()
+        if self.local and self.meter is not None:
+            self.meter.begin({}, {})
 
     def note_inputs(self, inputs: Any) -> None:
         with torch._C.DisableTorchFunction():
@@ -154,9 +157,6 @@ class Walk(Watcher):
 
     # -- what happens
 
-    def on_read(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return func(*args, **kwargs)
-
     def on_function(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.ended:
             raise Reached
@@ -187,12 +187,12 @@ class Walk(Watcher):
         if name in HOST_READS:
             self.own.append(Entry(moment, name, result))
             return result
-        encoder = Encoder(given, self.part.own_names)
-        entry = Entry(moment, name, encoder(result), _written(name, given), (), len(given.tensors))
+        code, tensors = encoded(result, given, self.part.own_names)
+        entry = Entry(moment, name, code, _written(name, given), (), len(given.tensors))
         if kwargs and isinstance(kwargs.get("generator"), torch.Generator):
             entry = entry._replace(generator=kwargs["generator"].get_state().numpy().tobytes())
         self.own.append(entry)
-        self.name(moment, encoder.tensors, moment)
+        self.name(moment, tensors, moment)
         return result
 
     def on_transform(self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -297,7 +297,8 @@ class Walk(Watcher):
         if path in self.part.stage_of or call_id in self.part.stage_of:
             return self.layer(call_id, module, run, args, kwargs)
         self.at(f">{call_id}")
-        given = Arguments(args, kwargs)
+        with torch._C.DisableTorchFunction():
+            given = Arguments(args, kwargs)
         try:
             result = run(*args, **kwargs)
         finally:
@@ -364,25 +365,29 @@ class Walk(Watcher):
             raise
         self.random_marks = random_marks()
         self.drawn = self.drawn or marks != self.random_marks
-        encoder = Encoder(given, self.part.own_names)
-        code = encoder(result)
+        refills = given.refilled()
+        if refills:
+            encoder = Encoder(given, self.part.own_names)
+            code, tensors = encoder(result), encoder.tensors
+        else:
+            code, tensors = encoded(result, given, self.part.own_names)
         self.own.append(
             Entry(
                 call_id,
                 call_id,
                 code,
                 given.written(),
-                tuple((k, encoder.container(content)) for k, content in given.refilled()),
+                tuple((k, encoder.container(content)) for k, content in refills),
                 len(given.tensors),
                 random_states() if self.drawn else None,
                 counts=tuple((path, n - counts.get(path, 0)) for path, n in self.num_calls.items()) if counts else (),
-                state=self.encoded(call_id),
+                state=self.changes_encoded(call_id),
             )
         )
-        self.name(f"{call_id}:0", encoder.tensors, call_id)
+        self.name(f"{call_id}:0", tensors, call_id)
         return result
 
-    def encoded(self, call_id: str) -> tuple[Any, ...]:
+    def changes_encoded(self, call_id: str) -> tuple[Any, ...]:
         changes = self.changes(f"layer {call_id} (or the code before it)")
         if not changes or self.part.shared is None:
             return ()
@@ -447,8 +452,12 @@ class Walk(Watcher):
 
     def replay(self, first: str, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result as it was logged, with stand-ins for its tensors; `first` is what its first tensor is called."""
+        moment, made = entry.moment, entry.single_tensor()
+        if made is not None and entry.num_given == num_tensors(args, kwargs):
+            result = self.named[first] = StandIn(made, first, self.part.device)
+            self.follow_state(entry)
+            return result
         given = Arguments(args, kwargs)
-        moment = entry.moment
         if entry.num_given != len(given.tensors):
             raise self.other_way(f"gives {len(given.tensors)} tensors to {moment}", f"gave {entry.num_given}")
         for index in entry.writes:
@@ -463,13 +472,17 @@ class Walk(Watcher):
             decoder.refill(index, content)
         for k, tensor in enumerate(decoder.tensors):
             self.named[first if k == 0 else f"{moment}:{k}"] = tensor
+        self.follow_state(entry)
+        return result
+
+    def follow_state(self, entry: Entry) -> None:
+        """Besides its result: what a logged call or function did to random numbers, counts and Python state."""
         if entry.random_states is not None:
             set_random_states(entry.random_states)
         for path, count in entry.counts:
             self.num_calls[path] += count
         if entry.state and self.part.shared is not None:
             self.part.shared.apply(entry.state)
-        return result
 
     def stand_in_for(self, target: torch.Tensor, moment: str) -> None:
         """An earlier stage wrote into a tensor: from here on its values, and those of its views, are not here."""

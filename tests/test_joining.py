@@ -39,6 +39,24 @@ def test_every_layer_is_on_the_stage_that_it_was_given() -> None:
             assert {stages[whole] for whole in around} == {stage}
 
 
+@pytest.mark.parametrize("glue", [False, True])
+def test_a_module_that_a_stage_begins_with_is_opened_only_if_functions_run_before_its_first_layer(glue: bool) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.b(self.a(x * 2 if glue else x))
+
+    captured = capture(nn.Sequential(Block(), Block(), Block()), (torch.randn(2, 4),), max_share=0.0)
+    stages, watched = joined(captured, split(captured, ["1.a"]))
+    assert ("1" in stages, "1.a" in stages) == (not glue, glue)
+    assert ("1.a" in watched) == glue
+    stages, _ = joined(captured, split(captured, ["1.b"]))
+    assert {"0", "1.a", "1.b", "2"} == set(stages)
+
+
 def test_a_module_with_a_tensor_that_leaks_is_left_open() -> None:
     class Leaks(nn.Module):
         def __init__(self) -> None:

@@ -50,9 +50,6 @@ class Listening(Watcher):
     def on_region(self, what: str) -> None:
         self.heard.append(f"region {what}")
 
-    def on_read(self, name: str, func: Callable, args: tuple, kwargs: dict) -> Any:
-        return func(*args, **kwargs)
-
 
 def heard(model: nn.Module, *args: Any) -> list[str]:
     watcher = Listening(model)
