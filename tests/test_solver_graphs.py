@@ -18,7 +18,7 @@ import solver
 
 import partitioner as pt
 from partitioner.graph import CostGraph
-from partitioner.solver.branching import loads_of, step_in_any_order
+from partitioner.solver.classical.branching import loads_of, step_in_any_order
 from partitioner.specs import Link
 
 SETTINGS = {

@@ -13,20 +13,20 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from partitioner.solver import branching
-from partitioner.solver.branching import step_in_any_order
-from partitioner.solver.frontier import sweep
-from partitioner.solver.ideals import Flags, condense, down_sets
-from partitioner.solver.knapsack import least_time
-from partitioner.solver.latency import Clock, least_latency
-from partitioner.solver.loads import Kind, Loads, Placement
-from partitioner.solver.maxload import place_in_order
-from partitioner.solver.replicated import Boundaries, slowest_stage, slowest_stage_of_servers
-from partitioner.solver.scattered import place_anywhere
-from partitioner.solver.servers import Line, Servers
-from partitioner.solver.servers import least_step as least_step_over_servers
-from partitioner.solver.sharded import Sharding, Ways, slowest_shard
-from partitioner.solver.synchronous import Options, least_step
+from partitioner.solver.classical import branching
+from partitioner.solver.classical.branching import step_in_any_order
+from partitioner.solver.classical.frontier import sweep
+from partitioner.solver.classical.ideals import Flags, condense, down_sets
+from partitioner.solver.classical.knapsack import least_time
+from partitioner.solver.classical.latency import Clock, least_latency
+from partitioner.solver.classical.loads import Kind, Loads, Placement
+from partitioner.solver.classical.maxload import place_in_order
+from partitioner.solver.classical.replicated import Boundaries, slowest_stage, slowest_stage_of_servers
+from partitioner.solver.classical.scattered import place_anywhere
+from partitioner.solver.classical.servers import Line, Servers
+from partitioner.solver.classical.servers import least_step as least_step_over_servers
+from partitioner.solver.classical.sharded import Sharding, Ways, slowest_shard
+from partitioner.solver.classical.synchronous import Options, least_step
 
 INF = math.inf
 

@@ -21,10 +21,10 @@ from partitioner.simulator import forward_clock
 from partitioner.solver.arrangement import arranged
 from partitioner.solver.evaluate import link_times
 from partitioner.solver.layout import AnyLayout, Devices, Layout, Site
-from partitioner.solver.servers import window_minimum
 from partitioner.solver.settings import check_request, divisors, numbered, pinned_positions
 from partitioner.solver.shortage import more_memory, told, with_devices
 from partitioner.solver.starts import stage_starts
+from partitioner.solver.windows import window_minimum
 from partitioner.specs import Cluster, Device, Training
 
 CLOSE = 1e-9
@@ -343,7 +343,7 @@ class Case:
                 inside = self._pairs[s] & (np.arange(n + 1)[:, None] >= lows) & np.tri(n + 1, k=-1, dtype=np.bool_).T
                 least = np.where(inside, base[:, None], math.inf).min(axis=0)
             else:
-                least = window_minimum(base[None, :], lows)[0]
+                least = window_minimum(base, lows, np.arange(len(base)))
             best = least + (before + slicing_s) / speed
         if not best[n] < math.inf:
             return None

@@ -13,21 +13,18 @@ Flags = NDArray[np.bool_]
 
 
 def window_minimum(values: Floats, low: Ints, high: Ints) -> Floats:
-    """min of values[low:high] for each pair, inf where empty: a sparse table, two powers of two cover a window."""
+    """[..., windows] min of values[..., low:high] for each pair, inf where empty: two powers of two cover a window."""
     lengths = high - low
-    longest = int(lengths.max(initial=0))
-    if longest <= 0:
-        return np.full(len(low), np.inf)
     levels = np.maximum(np.frexp(np.maximum(lengths, 1).astype(float))[1] - 1, 0)
-    tables = [values]
-    for level in range(int(levels.max())):
-        half, table = 1 << level, tables[-1].copy()
-        np.minimum(table[:-half], table[half:], out=table[:-half])
-        tables.append(table)
-    stacked = np.stack(tables)
-    safe = np.where(lengths > 0, low, 0)
-    second = np.maximum(high - (1 << levels), 0)
-    return np.where(lengths > 0, np.minimum(stacked[levels, safe], stacked[levels, second]), np.inf)
+    least = np.full((*values.shape[:-1], len(low)), np.inf)
+    table = values
+    for level in range(int(levels.max(initial=0)) + 1):
+        here, half = np.flatnonzero((levels == level) & (lengths > 0)), 1 << level
+        least[..., here] = np.minimum(table[..., low[here]], table[..., high[here] - half])
+        if half >= table.shape[-1]:
+            break
+        table = np.minimum(table[..., :-half], table[..., half:])
+    return least
 
 
 def least_that_fits(values: Floats, low: Ints, high: Ints, fit: Callable[[Ints, Ints], Flags]) -> tuple[Floats, Ints]:

@@ -25,19 +25,19 @@ from typing import Any, NamedTuple
 import graph_checks as checks
 import numpy as np
 
-from partitioner.solver.branching import step_in_any_order
 from partitioner.solver.chain import Chain, cheapest_split, smallest_bottleneck
-from partitioner.solver.ideals import as_flags
-from partitioner.solver.latency import least_latency
-from partitioner.solver.loads import Kind, Loads, Placement
-from partitioner.solver.maxload import place_in_order
-from partitioner.solver.replicated import Boundaries, Slowest, slowest_stage, slowest_stage_of_servers
-from partitioner.solver.scattered import place_anywhere
-from partitioner.solver.servers import Line, Servers, longest_line
-from partitioner.solver.servers import least_step as least_step_over_servers
-from partitioner.solver.sharded import Sharding, Ways, slowest_shard
+from partitioner.solver.classical.branching import step_in_any_order
+from partitioner.solver.classical.ideals import as_flags
+from partitioner.solver.classical.latency import least_latency
+from partitioner.solver.classical.loads import Kind, Loads, Placement
+from partitioner.solver.classical.maxload import place_in_order
+from partitioner.solver.classical.replicated import Boundaries, Slowest, slowest_stage, slowest_stage_of_servers
+from partitioner.solver.classical.scattered import place_anywhere
+from partitioner.solver.classical.servers import Line, Servers, longest_line
+from partitioner.solver.classical.servers import least_step as least_step_over_servers
+from partitioner.solver.classical.sharded import Sharding, Ways, slowest_shard
+from partitioner.solver.classical.synchronous import Options, least_step
 from partitioner.solver.starts import stage_starts
-from partitioner.solver.synchronous import Options, least_step
 
 Graph = dict[str, Any]
 TOLERANCE = 1e-6

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from partitioner.solver.frontier import sample
-from partitioner.solver.ideals import Flags, Ints, down_sets
-from partitioner.solver.knapsack import least_time
-from partitioner.solver.loads import Floats, Kind, Loads
+from partitioner.solver.classical.frontier import sample
+from partitioner.solver.classical.ideals import Flags, Ints, down_sets
+from partitioner.solver.classical.knapsack import least_time
+from partitioner.solver.classical.loads import Floats, Kind, Loads
 
 CLOSE = 1e-9
 MOST_IDEALS = 40_000

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from partitioner.solver.frontier import sample
-from partitioner.solver.ideals import Flags, Ints, condense, down_sets
-from partitioner.solver.loads import CLOSE, Loads, Placement
-from partitioner.solver.maxload import MOST_IDEALS, Search, keep_least
+from partitioner.solver.classical.frontier import sample
+from partitioner.solver.classical.ideals import Flags, Ints, condense, down_sets
+from partitioner.solver.classical.loads import CLOSE, Loads, Placement
+from partitioner.solver.classical.maxload import MOST_IDEALS, Search, keep_least
 
 MOST_EVALUATIONS = 3_000
 MOST_PAIRS = 60_000_000

@@ -9,10 +9,10 @@ from functools import cached_property
 
 import numpy as np
 
-from partitioner.solver.branching import most_even_split
-from partitioner.solver.frontier import sample
-from partitioner.solver.ideals import Flags, Ints, condense, down_sets
-from partitioner.solver.loads import CLOSE, Floats, Loads, Placement, average_bound, exchange
+from partitioner.solver.classical.branching import most_even_split
+from partitioner.solver.classical.frontier import sample
+from partitioner.solver.classical.ideals import Flags, Ints, condense, down_sets
+from partitioner.solver.classical.loads import CLOSE, Floats, Loads, Placement, average_bound, exchange
 
 MOST_IDEALS = 40_000
 ROUND = 1_500

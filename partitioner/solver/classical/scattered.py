@@ -12,9 +12,9 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csc_array
 
-from partitioner.solver.ideals import condense
-from partitioner.solver.loads import CLOSE, Loads, Placement, average_bound
-from partitioner.solver.maxload import place_in_order
+from partitioner.solver.classical.ideals import condense
+from partitioner.solver.classical.loads import CLOSE, Loads, Placement, average_bound
+from partitioner.solver.classical.maxload import place_in_order
 
 POWER = 32.0
 """Of the loads in the energy: near enough to the largest, and smooth."""

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from partitioner.solver.ideals import Edges, Flags, Ints, as_flags
-from partitioner.solver.loads import Loads
+from partitioner.solver.classical.ideals import Edges, Flags, Ints, as_flags
+from partitioner.solver.classical.loads import Loads
 
 Floats = NDArray[np.float64]
 Words = NDArray[np.uint64]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from partitioner.solver.ideals import Ints
+from partitioner.solver.classical.ideals import Ints
 
 Floats = NDArray[np.float64]
 

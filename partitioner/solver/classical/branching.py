@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from partitioner.graph import CostGraph
-from partitioner.solver.frontier import sample, sweep
-from partitioner.solver.ideals import Flags, Ints, as_flags, condense, down_sets
-from partitioner.solver.loads import CLOSE, Floats, Kind, Loads, average_bound
+from partitioner.solver.classical.frontier import sample, sweep
+from partitioner.solver.classical.ideals import Flags, Ints, as_flags, condense, down_sets
+from partitioner.solver.classical.loads import CLOSE, Floats, Kind, Loads, average_bound
 from partitioner.solver.windows import least_that_fits
 from partitioner.specs import Link
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from partitioner.solver.loads import Floats
+from partitioner.solver.classical.loads import Floats
 
 TOLERANCE = 1e-12
 

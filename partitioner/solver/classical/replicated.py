@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from partitioner.solver.ideals import Flags
-from partitioner.solver.loads import Floats
+from partitioner.solver.classical.ideals import Flags
+from partitioner.solver.classical.loads import Floats
 
 
 @dataclass(frozen=True)

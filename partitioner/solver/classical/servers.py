@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from partitioner.solver.ideals import Flags, Ints
-from partitioner.solver.loads import Floats
+from partitioner.solver.classical.ideals import Flags, Ints
+from partitioner.solver.classical.loads import Floats
+from partitioner.solver.windows import window_minimum
 
 CLOSE = 1e-9
 MOST_EVALUATIONS = 64
@@ -215,7 +216,8 @@ class Search:
                 base = self._base(layers[-1], some, longest)
                 if not np.isfinite(base).any():
                     continue
-                minimum = window_minimum(base, self._lows(count, reduced, longest, late + s * b))
+                lows = self._lows(count, reduced, longest, late + s * b)
+                minimum = window_minimum(base, lows, np.arange(base.shape[1]))
                 np.minimum.at(now, [move.target for move in some], minimum)
             layers.append(now)
             if not np.isfinite(now).any():
@@ -297,23 +299,6 @@ def _placed(free: list[int], count: int) -> list[tuple[int, ...]]:
                 group[k] += 1
                 left -= 1
     return [*ways, tuple(group)]
-
-
-def window_minimum(values: Floats, lows: Ints) -> Floats:
-    """[rows, n + 1] min of values[:, lows[j]:j], inf where empty."""
-    ends = np.arange(values.shape[1])
-    lengths = ends - lows
-    levels = np.maximum(np.frexp(np.maximum(lengths, 1).astype(float))[1] - 1, 0)
-    result = np.full(values.shape, math.inf)
-    table = values
-    for level in range(int(levels.max(initial=0)) + 1):
-        here = np.flatnonzero((levels == level) & (lengths > 0))
-        half = 1 << level
-        result[:, here] = np.minimum(table[:, lows[here]], table[:, ends[here] - half])
-        if half >= table.shape[1]:
-            break
-        table = np.minimum(table[:, : table.shape[1] - half], table[:, half:])
-    return result
 
 
 def longest_line(held: Flags, crossing_bytes: Floats) -> list[int]:
