@@ -161,3 +161,11 @@ def test_the_page_is_written_whole(tmp_path: Path) -> None:
     plan.save_report(tmp_path / "plan.html")
     assert (tmp_path / "plan.html").read_text(encoding="utf-8") == document(plan)
     assert [path.name for path in tmp_path.iterdir()] == ["plan.html"]
+
+
+def test_the_first_cards_say_what_takes_most_of_the_efficiency() -> None:
+    plan = drawn_plan()
+    lost = plan.prediction.lost
+    assert max(lost.model_dump().values()) == lost.fill_drain
+    text = " ".join(document(plan).split())
+    assert f"of 4 devices; {100 * lost.fill_drain:.1f} % goes to fill and drain" in text.replace("\u00a0", " ")

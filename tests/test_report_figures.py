@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import Any
 
 import matplotlib as mpl
@@ -195,3 +195,11 @@ def test_reports_load_what_draws_only_when_they_draw() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert ran.stdout.strip() == "[]"
+
+
+def test_stages_are_numbered_along_the_whole_of_a_large_model() -> None:
+    """At 64 stages every second or third number, up to the last ones."""
+    (ax,) = LARGE.plot_graph().axes
+    numbers = [int(text.get_text()) for text in ax.texts]
+    assert numbers[0] == 0 and numbers[-1] >= 60
+    assert max(second - first for first, second in pairwise(numbers)) <= 3

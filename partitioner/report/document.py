@@ -21,7 +21,7 @@ from partitioner.report.blocks import Facts, Table
 from partitioner.report.gantt_svg import gantt_svg, kinds_in
 from partitioner.report.graph_svg import graph_svg, stage_bounds
 from partitioner.report.html import block_html, style
-from partitioner.report.losses import LOSSES, SMALL, verdict, waterfall
+from partitioner.report.losses import LOSSES, SMALL, largest_loss, verdict, waterfall
 from partitioner.report.memory_svg import memory_svg
 from partitioner.report.pages import timeline_page
 from partitioner.report.palette import MEMORY_ROLES
@@ -93,6 +93,13 @@ def _subtitle(plan: Plan) -> str:
     )
 
 
+def _why_not_all(plan: Plan) -> str:
+    """The largest loss, where it is worth a word beside the efficiency."""
+    name, share = largest_loss(plan.prediction.lost)
+    devices = f"of {count(plan.num_ranks, 'device')}"
+    return devices if share < 0.01 else f"{devices}; {percent(share)} goes to {LOSSES[name][0]}"
+
+
 def _tiles(plan: Plan) -> str:
     prediction = plan.prediction
     proven = plan.gap <= SMALL
@@ -100,7 +107,7 @@ def _tiles(plan: Plan) -> str:
         ("Step", seconds(prediction.step_s), f"+ {seconds(prediction.optimizer_s)} optimizer"),
         ("Throughput", f"{prediction.throughput:,.1f}", "samples a second"),
         ("Speedup", f"{prediction.speedup:.2f} ×", f"one device takes {seconds(prediction.single_device_s)}"),
-        ("Efficiency", percent(prediction.efficiency), f"of {count(plan.num_ranks, 'device')}"),
+        ("Efficiency", percent(prediction.efficiency), _why_not_all(plan)),
         ("Bubble", percent(prediction.bubble_fraction), "of the ranks' time is idle"),
         ("Gap", "none" if proven else percent(plan.gap), "proven best" if proven else "at most above the best"),
     )

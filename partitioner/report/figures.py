@@ -190,12 +190,15 @@ def plot_graph(plan: Plan, *, ax: Axes | None = None) -> Figure:
     snap = None if width < 1 else False  # in whole pixels, layers thinner than one would vanish
     ax.bar(np.arange(graph.num_layers), work / scale, width=width, color=shades, snap=snap)
     top = float(work.max()) / scale
+    inches, free = (WIDTH - 0.8) / graph.num_layers, -1.0  # of a layer; where the next number may begin
     for first, last in stage_bounds(plan, graph):
         if first:
             ax.axvline(first - 0.5, color=INK, linewidth=0.8, linestyle=":")
-        number, size = str(stage_of[graph.ids[first]]), 8 if plan.num_stages <= 32 else 6
-        if (last - first) / graph.num_layers * (WIDTH - 0.8) > 0.011 * size * len(number):
-            ax.text((first + last - 1) / 2, -0.035 * top, number, ha="center", va="top", fontsize=size, color=INK)
+        number, middle = str(stage_of[graph.ids[first]]), (first + last) / 2
+        reach = 0.05 * len(number) / inches
+        if middle - reach >= free:
+            ax.text(middle - 0.5, -0.035 * top, number, ha="center", va="top", fontsize=8, color=INK)
+            free = middle + reach + 0.08 / inches
     far = sorted(graph.far_tensors, key=lambda item: -graph.profile.tensor_bytes(item[0], plan.microbatch_samples))
     for _, at, to in far[:MOST_ARCS]:
         x = np.linspace(at, to[-1], 40)

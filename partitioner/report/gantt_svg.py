@@ -41,10 +41,11 @@ def gantt_svg(timeline: Timeline, *, end_s: float | None = None) -> str:
     pitch = height + (1 if height < 10 else 3)
     bottom = timeline.num_ranks * pitch
     lanes = []
+    named = -(-12 // pitch)  # every so many ranks: their names are 12 high
     for rank in range(timeline.num_ranks):
         y = rank * pitch
         lanes.append(f'<rect class="track" x="{LEFT}" y="{short(y)}" width="{INNER}" height="{height}"/>')
-        if pitch >= 9 or rank % 4 == 0:
+        if rank % named == 0:
             lanes.append(f'<text x="{LEFT - 8}" y="{short(y + height / 2 + 4)}" text-anchor="end">rank {rank}</text>')
     strokes = _strokes(spans, start_s, end_s, [rank * pitch + height / 2 for rank in range(timeline.num_ranks)])
     labels = _labels(spans, start_s, end_s, pitch, height) if len(spans) <= 2 * SINGLE and height >= 12 else ""

@@ -8,7 +8,11 @@ from partitioner.report.wording import count, percent
 
 LOSSES = {
     "imbalance": ("imbalance", "the stages take unequal times; finer layers to cut between would help"),
-    "fill_drain": ("fill and drain", "the pipeline fills and empties once a step; more micro-batches would shrink it"),
+    "fill_drain": (
+        "fill and drain",
+        "the pipeline fills and empties once a step; more micro-batches would shrink it, as far as smaller ones run "
+        "as well",
+    ),
     "communication": ("communication", "ranks wait for tensors; a faster link or fewer stages would help"),
     "slicing": (
         "running a part",
@@ -16,7 +20,10 @@ LOSSES = {
     ),
     "recompute": ("recompute", "forward runs a second time to save memory; more memory would avoid it"),
     "sync": ("data-parallel sync", "replicas wait for each other's gradients; a larger batch would spread it"),
-    "small_microbatch": ("small micro-batch", "small micro-batches use a device worse; fewer of them would help"),
+    "small_microbatch": (
+        "small micro-batch",
+        "small micro-batches use a device worse; fewer, larger ones shrink it, and lengthen fill and drain",
+    ),
     "optimizer": ("optimizer", "the optimizer step is outside the pipeline; a larger batch would spread it"),
     "unexplained": ("unexplained", "measured but not modelled"),
 }
@@ -41,7 +48,7 @@ def waterfall(lost: LostEfficiency, efficiency: float) -> Table:
     for _, part in parts:
         levels.append(levels[-1] - part)
     scale = 1 / max(levels)
-    rows: list[tuple[str | Bar, ...]] = [("all devices' time", "100.0 %", Bar((Part("idle", 0.0, scale),)))]
+    rows: list[tuple[str | Bar, ...]] = [("all devices' time", "100.0 %", Bar((Part("whole", 0.0, scale),)))]
     for (name, part), before, after in zip(parts, levels, levels[1:], strict=False):
         low, high = sorted((scale * max(0.0, before), scale * max(0.0, after)))
         rows.append((name, f"{-100 * part:+.1f} %", Bar((Part("loss" if part > 0 else "gain", low, high),))))
@@ -53,10 +60,15 @@ def waterfall(lost: LostEfficiency, efficiency: float) -> Table:
     )
 
 
+def largest_loss(lost: LostEfficiency) -> tuple[str, float]:
+    """The field that takes the most, and its share of all devices' time."""
+    name = max(type(lost).model_fields, key=lambda field: getattr(lost, field))
+    return name, float(getattr(lost, name))
+
+
 def verdict(lost: LostEfficiency, efficiency: float, num_ranks: int) -> str:
     """The waterfall in a sentence: what is left, the largest loss, and what would win it back."""
-    name = max(type(lost).model_fields, key=lambda field: getattr(lost, field))
-    largest = getattr(lost, name)
+    name, largest = largest_loss(lost)
     done = f"{percent(efficiency)} of the time of {count(num_ranks, 'device')} does the model's work"
     if largest < SMALL:
         return f"{done}; nothing else takes more than 0.05 %."

@@ -28,6 +28,7 @@ ROLES: dict[str, Shade] = {
     "sync": Shade("#5c0f3d", "#e06a9f"),
     "optimizer": Shade("#6a62e8", "#8e5fe0"),
     "idle": Shade("#eceff3", "#262c34"),
+    "whole": Shade("#9a9fa9", "#565f6c"),
     "work": Shade("#0a5f9e", "#6fb4ee"),
     "loss": Shade("#b5460f", "#f0875a"),
     "gain": Shade("#1b7f5c", "#62cfa0"),

@@ -21,7 +21,7 @@ from partitioner.report.palette import ROLES
 _NUMBER = re.compile(r"(\d) (?=%|x |[mµ]?s\b|[KMGT]iB\b|B\b)")
 _ROLE = re.compile(r"\{([a-z -]+)\}")
 LINES = Box("    \n    \n -- \n    \n -- \n -- \n    \n    \n")
-GLYPHS = {"work": "█", "waits": "▒", "loss": "█", "gain": "░", "idle": "▓"}
+GLYPHS = {"work": "█", "waits": "▒", "loss": "█", "gain": "░", "whole": "▓"}
 """Role of a part of a bar -> how it looks where there are no colours."""
 BAR = 10
 """Columns of a bar; one in a table's last column takes what is left, up to four times as many."""
