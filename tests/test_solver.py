@@ -17,6 +17,7 @@ from partitioner.graph import CostGraph
 from partitioner.memory import memory_limit, stage_memory
 from partitioner.schedule import in_flight
 from partitioner.simulator import predict, simulate
+from partitioner.solver import chain as chains
 from partitioner.solver import evaluate, solve
 from partitioner.solver import problem as one_setting
 from partitioner.solver.arrangement import arranged
@@ -749,6 +750,21 @@ def test_more_micro_batches_are_not_advised_where_they_would_take_longer():
     assert found is not None
     assert int(found[1]) == plan.num_microbatches
     assert 0 < float(found[2]) <= 100 * (1 - total_s(plan) / total_s(fixed)) + 0.06  # it may have other stages, too
+
+
+@pytest.mark.parametrize("made", [random_chain, random_branches])
+@pytest.mark.parametrize("seed", range(30))
+def test_a_bottleneck_found_in_leaps_is_the_one_found_by_halves(seed, made, monkeypatch):
+    rng = random.Random(seed)
+    n, p, m = rng.randrange(8, 30), rng.randrange(2, 8), rng.choice([1, 2, 8, 32])
+    graph = CostGraph(made(rng, n).model_copy(update={"no_cut": {}}))
+    there = cluster(p, memory_bytes=rng.choice([LOTS, rng.randrange(200_000, 3_000_000)]))
+    setting = Setting(p, 1, rng.choice(["1f1b", "gpipe"]), m, 1, tuple((k,) for k in range(p)))
+    training = Training(batch_size=m, recompute=rng.choice(["auto", "never"]))
+    chain = Problem(graph, there, training, setting, stage_starts(n, p, graph.allowed_cuts)).chain
+    found = smallest_bottleneck(chain, precision=0.0)
+    monkeypatch.setattr(chains, "_following", lambda chain, prefix, bottleneck: bottleneck)
+    assert found == pytest.approx(smallest_bottleneck(chain, precision=0.0), rel=1e-11)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -222,6 +222,8 @@ def smallest_bottleneck(chain: Chain, *, precision: float = TOLERANCE) -> float:
     halve = False
     while high - low > precision * high:
         following = _following(chain, prefix, low) if not halve else low
+        if following >= high:
+            break
         middle = following if low < following < high else (low + high) / 2
         if not low < middle < high:
             break
@@ -254,23 +256,37 @@ def _attained(chain: Chain, prefix: list[float], bottleneck: float) -> float | N
 
 def _following(chain: Chain, prefix: list[float], bottleneck: float) -> float:
     """Where T is too small, the next one at which a walk comes out otherwise: some stage takes one more piece. None in
-    between is possible. T itself where a stage is held up by memory, or may recompute."""
-    if chain.limits is not None or len(set(chain.speeds)) > 1:
+    between is possible. inf: memory holds up every stage. T itself where the walk does not tell: devices of unequal
+    speed, or a walk to the end that leaves a stage empty."""
+    if len(set(chain.speeds)) > 1:
         return bottleneck
-    starts, at, least = chain.starts, 0, math.inf
+    starts, limits, again = chain.starts, chain.limits, chain.seconds[1]
+    lean = limits.lean if limits is not None and chain.again_s is not None else None
+    at, least, room = 0, math.inf, bottleneck * chain.speeds[0]
+
+    def more(seconds: list[float], end: int, lowest: int) -> float:
+        return seconds[starts.ceiling[max(end + 1, lowest)]] - seconds[at]
+
     for s in range(chain.num_stages):
-        room = bottleneck * chain.speeds[s]
-        end = bisect_right(prefix, prefix[at] + room * (1 + TOLERANCE)) - 1
-        if s + 1 == chain.num_stages:
-            least = min(least, prefix[-1] - prefix[at])
-            break
-        reach = starts.floor[min(end, starts.high[s + 1])]
-        if reach < starts.high[s + 1]:
-            least = min(least, prefix[starts.ceiling[max(reach + 1, starts.low[s + 1])]] - prefix[at])
-        if reach < starts.low[s + 1]:
-            break
-        at = reach
-    return max(bottleneck, least / chain.speeds[0])
+        is_last = s + 1 == chain.num_stages
+        lowest, highest = (chain.num_layers,) * 2 if is_last else (starts.low[s + 1], starts.high[s + 1])
+        y = prefix[at] + room
+        within = y - prefix[at] + TOLERANCE * abs(y)
+        reach = end = max(at, bisect_right(prefix, prefix[at] + within) - 1)
+        if limits is not None:
+            reach = limits.furthest(s, at, end)
+        if reach == end and end < highest:
+            least = min(least, more(prefix, end, lowest))
+        if lean is not None and reach < end:
+            slow = min(end, max(at, bisect_right(again, again[at] + within) - 1))
+            held = lean.furthest(s, at, slow)
+            if held == slow and slow < highest:
+                least = min(least, more(again, slow, lowest))
+            reach = max(reach, held)
+        at = starts.floor[min(reach, highest)]
+        if at < lowest:
+            return max(bottleneck, least / chain.speeds[0])
+    return bottleneck
 
 
 def _followed(chain: Chain, bottleneck: float) -> bool:
@@ -292,13 +308,13 @@ def _followed(chain: Chain, bottleneck: float) -> bool:
 def _ends(chain: Chain, stage: int, starts: Ints, lines: Sequence[Line]) -> Ints:
     """[starts] how far the stage can go from each, by lines and room, recomputing where that is farther; the start
     itself: nowhere."""
-    ends = _reach(chain, stage, starts, lines)
+    ends = _reach_of(chain, stage, starts, lines)
     if chain.again_s is not None and chain.limits is not None and chain.limits.lean is not None:
-        ends = np.maximum(ends, _reach(chain, stage, starts, lines, recompute=True))
+        ends = np.maximum(ends, _reach_of(chain, stage, starts, lines, recompute=True))
     return ends
 
 
-def _reach(chain: Chain, stage: int, starts: Ints, lines: Sequence[Line], *, recompute: bool = False) -> Ints:
+def _reach_of(chain: Chain, stage: int, starts: Ints, lines: Sequence[Line], *, recompute: bool = False) -> Ints:
     """The same of a stage that does or does not recompute."""
     x, limits = chain.prefix_s[starts], chain.limits
     y = np.min([a + b * x for a, b in lines], axis=0)
@@ -353,7 +369,7 @@ def _shortest(chain: Chain, lines: Lines, places: list[Ints], *, tested: bool) -
         base, before = best - prefix[starts] / speed, np.searchsorted(starts, ends, side="left")
 
         def window(recompute: bool = False, s: int = s, starts: Ints = starts, ends: Ints = ends) -> Ints:
-            reach = _reach(chain, s, starts, lines[s], recompute=recompute)
+            reach = _reach_of(chain, s, starts, lines[s], recompute=recompute)
             return np.searchsorted(np.maximum.accumulate(reach), ends, side="left")
 
         if not tested or limits is None:

@@ -241,7 +241,7 @@ class DeviceMemory(Limits):
         """(begin, end), [n + 1] each, of a micro-batch: what `roomy` says, over the cuts that are possible."""
         return self._graph.held_edges(self._setting.samples, self._spread.recompute)
 
-    @property
+    @cached_property
     def _edge_lists(self) -> tuple[list[float], list[float]]:
         return self._graph.held_edge_lists(self._setting.samples, self._spread.recompute)
 
