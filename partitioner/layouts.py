@@ -77,6 +77,11 @@ class Demand:
     """Parameters that tensor parallelism must divide evenly -> that dimension's size."""
 
     @property
+    def fewest_samples(self) -> int:
+        """Of a micro-batch: those that the layers took; BatchNorm trains on no single one."""
+        return self.graph.profile.microbatch_sizes[0]
+
+    @property
     def limit_bytes(self) -> int:
         return memory_limit(self.device, self.training)
 
@@ -166,9 +171,9 @@ class Search:
     def microbatches(self, each: int) -> list[tuple[int, int]]:
         """(samples of a micro-batch, number of them) of a replica's `each` samples, smallest first."""
         wish = self.wish
+        sizes = [size for size in _divisors(each) if size >= self.demand.fewest_samples]
         if wish.num_microbatches is not None:
-            return [(each // wish.num_microbatches, wish.num_microbatches)] if each % wish.num_microbatches == 0 else []
-        sizes = _divisors(each)
+            return [(size, each // size) for size in sizes if each // size == wish.num_microbatches]
         if wish.microbatch is not None:
             return [(size, each // size) for size in sizes if size == wish.microbatch]
         if len(sizes) > MOST_MICROBATCHES:
@@ -474,6 +479,12 @@ def check_wish(wish: Wish, demand: Demand, num_devices: int) -> None:
         placement(wish.schedule, 2 if wish.schedule in ("interleaved", "zero-bubble-v") else 1, 1)
     if not any(search.microbatches(batch // dp) for _, _, dp in search.meshes(num_devices)):
         asked = wish.num_microbatches if wish.num_microbatches is not None else wish.microbatch
+        fewest = demand.fewest_samples
+        if fewest > 1:
+            raise ArgumentError(
+                f"a layer refuses to train on one sample (BatchNorm does), and the batch of {batch} leaves less than "
+                f"{fewest} of a micro-batch on every mesh of {num_devices} devices: use a larger batch"
+            )
         if asked is None:
             raise ArgumentError(
                 f"no mesh of {num_devices} devices divides the batch of {batch} and the model's {most} layers that can "

@@ -335,6 +335,13 @@ def test_any_module_is_answered_for(model, inputs):
     assert len(report.layers) >= 2
 
 
+def test_batch_norm_is_given_no_single_sample():
+    report = capacity(residual(), torch.randn(4, 3, 16, 16), gpus="2xV100-16GB", batch_size=4)
+    assert all(one.microbatch_samples >= 2 for one in (report.best, *report.others))
+    with pytest.raises(ArgumentError, match=r"refuses to train on one sample .* batch of 2 leaves less than 2"):
+        capacity(residual(), torch.randn(4, 3, 16, 16), gpus="2xV100-16GB", batch_size=2, mesh={"dp": 2})
+
+
 def test_convolutions_are_not_divided():
     with pytest.raises(ArgumentError, match=r"tp=2 would divide \d+ % of the parameters"):
         capacity(Skipping(), torch.randn(4, 3, 16, 16), gpus="2xH100", mesh={"tp": 2, "pp": 1, "dp": 1})
