@@ -6,6 +6,7 @@ read what was there before. What tensors hold is followed elsewhere; here names 
 
 from __future__ import annotations
 
+import gc
 import io
 import random
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ Place = tuple[int, int]
 _INTERNALS = frozenset(vars(nn.Module())) | {"_call_impl", "_compiled_call_impl"}
 _STATELESS = (*PLAIN, torch.Tensor, nn.Module, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
 _MAX_ITEMS = 1000
+_UNKNOWN: Any = object()
 
 
 class Attribute:
@@ -36,6 +38,15 @@ class Attribute:
         self.content = _content(value)
         self.reads: list[Place] = []
         self.writes: list[Place] = []
+        self.owner = id(value)
+        """The object that holds it, or the container itself."""
+        self.start: Any = _UNKNOWN
+        """Of a plain attribute, before its first change."""
+        self.is_on_module = False
+        self.is_new = False
+        """Whether what holds it came to be in this forward: the next one has another."""
+        self.returns = False
+        """Whether it is plain, and at the end what it was at the start."""
 
     def look(self) -> None:
         """Whether it holds something else than when it was read last: then it was changed from there."""
@@ -60,11 +71,14 @@ class Attributes:
     Watched are the model's modules and the objects of Python classes that their attributes lead to.
     """
 
-    def __init__(self, model: nn.Module, here: Callable[[], Place]) -> None:
+    def __init__(self, model: nn.Module, here: Callable[[], Place], *, tell_new: bool = False) -> None:
+        """`tell_new`: whether to tell what comes to be in this forward, for which all objects that exist are noted."""
         self._here = here
         reach = Reach(model, lambda path: 1)
         self._known = {key: place.name for key, place in reach.places.items()}
         """Objects and containers by the names that they have on every rank, whichever way code comes to them."""
+        self._before = frozenset(map(id, gc.get_objects())) if tell_new else None
+        """Objects that were there before the forward. Of dicts not all are told, so none of them passes for new."""
         outside = list(reach.places.values())[reach.num_inside :]
         self._outside = [Watched(place) for place in outside if place.may_change]
         self.outside: dict[str, Outside] = {}
@@ -126,12 +140,17 @@ class Attributes:
             return get_plainly(item, name)
 
         def put(item: Any, name: str, value: Any) -> None:
+            before = object.__getattribute__(item, "__dict__").get(name, _UNKNOWN) if id(item) in self._paths else None
             set_plainly(item, name, value)
             watched = id(item) in self._paths and name not in _INTERNALS
             if watched and not isinstance(
                 value, (nn.Module, nn.Parameter)
             ):  # also the same value: another time it may differ
-                self._named(item, name).writes.append(self._here())
+                attribute = self._named(item, name)
+                if not attribute.writes:
+                    attribute.start = before
+                attribute.writes.append(self._here())
+                attribute.returns = isinstance(value, PLAIN) and is_same(value, attribute.start)
 
         self._classes[cls] = [(name, cls.__dict__.get(name)) for name in ("__getattribute__", "__setattr__")]
         cls.__getattribute__ = get  # type: ignore[method-assign, assignment]
@@ -154,17 +173,24 @@ class Attributes:
         if container is None:
             name = self._known.get(id(value), attribute.name)
             container = self._containers[id(value)] = Attribute(name, value)
+            container.is_new = isinstance(value, list) and self._is_new(value)
         elif container.reads[-1] != here:
             container.look()
         container.reads.append(here)
         if _is_iterator(value):
             container.writes.append(here)
 
+    def _is_new(self, item: Any) -> bool:
+        return self._before is not None and id(item) not in self._before
+
     def _named(self, item: Any, name: str) -> Attribute:
         key = (id(item), name)
         if key not in self._names:
             path = self._paths[id(item)]
             self._names[key] = Attribute(f"{path}.{name}" if path else name, None)
+            self._names[key].owner = id(item)
+            self._names[key].is_on_module = isinstance(item, nn.Module)
+            self._names[key].is_new = not isinstance(item, nn.Module) and self._is_new(item)
         return self._names[key]
 
 

@@ -189,6 +189,7 @@ def _read_in_either(captured: Capture, other: Capture) -> tuple[Attribute, ...]:
             first=read[0] if read else None,
             last=read[-1] if read else None,
             writers=tuple(sorted({*one.writers, *same.writers}, key=order.__getitem__)),
+            returns=one.returns and same.returns,
         )
     return tuple(found.values())
 
@@ -206,13 +207,20 @@ def _recordings(
         with untouched(model):
             warm_up(model, *map_tensors((args, kwargs), copied))
     for attempt in range(MAX_ATTEMPTS):
-        with untouched(model), fate(FATES[attempt % len(FATES)]):
+        with untouched(model) as state, fate(FATES[attempt % len(FATES)]):
             _skip_random_numbers(0 if best is None else len(best[1].order))
-            for module in deciding if attempt == MAX_ATTEMPTS - 1 else ():
+            quiet = deciding if attempt == MAX_ATTEMPTS - 1 else set()
+            for module in quiet:
                 module.training = False
             first = steady = record(model, *map_tensors((args, kwargs), copied))
             if first.attributes:
-                steady = record(model, *map_tensors((args, kwargs), copied))
+                tell_new = not all(item.is_on_module for item in first.attributes)
+                if tell_new:
+                    state.restore()
+                    for module in quiet:
+                        module.training = False
+                    first = record(model, *map_tensors((args, kwargs), copied), tell_new=True)
+                steady = record(model, *map_tensors((args, kwargs), copied), tell_new=tell_new)
         if best is None or len(steady.order) > len(best[1].order):
             best = (first, steady)
         called = set(best[1].order)
@@ -548,14 +556,15 @@ class _Chooser:
         keep_open = set()
         for item in self.recording.attributes:
             for when, node in item.writes:
-                here, inside = self.zone(when), self.layer_around(node) is not None
+                here, layer = self.zone(when), self.layer_around(node)
+                inside = layer is not None and item.owner not in self.nodes[layer].given
                 for read, _ in item.reads:
                     there = self.zone(read)
-                    if there < here or (inside and there > here):
+                    if (there < here and not (item.returns or item.is_new)) or (inside and there > here):
                         reason = f"the attribute {item.name!r} is changed in the forward and read on both sides"
                         self.forbid(no_cut, min(here, there), max(here, there), reason)
                     elif there > here and node >= 0:
-                        around = [node, *self.ancestors(node)]
+                        around = [node, *self.ancestors(node)] if layer is None else self.ancestors(layer)
                         keep_open |= {self.nodes[one].path for one in around if self.nodes[one].stop < read}
         return keep_open
 
@@ -563,7 +572,10 @@ class _Chooser:
         """What was read or changed of Python state, but for that of modules which a layer has for itself."""
         reads: dict[str, set[int]] = defaultdict(set)
         writes: dict[str, set[int]] = defaultdict(set)
+        returns: dict[str, bool] = {}
         for item in self.recording.held:
+            if item.writes:
+                returns[item.name] = item.returns and returns.get(item.name, True)
             reads[item.name] |= {self.zone(when) for when, _ in item.reads}
             writes[item.name] |= {self.zone(when) for when, _ in item.writes}
         own = {self.nodes[number].path: k for k, number in enumerate(self.chosen)}
@@ -574,7 +586,8 @@ class _Chooser:
             above = (".".join(parts[:k]) for k in range(1, len(parts)))
             if zones and not (len(zones) == 1 and any(own.get(path) in zones for path in above)):
                 writers = tuple(ids[k] for k in sorted(writes[name]))
-                found.append(Attribute(name=name, first=ids[min(zones)], last=ids[max(zones)], writers=writers))
+                one = Attribute(name=name, first=ids[min(zones)], last=ids[max(zones)], writers=writers)
+                found.append(one.model_copy(update={"returns": returns.get(name, False)}))
         for name, outside in self.recording.outside.items():
             zones = {self.zone(when) for when, _ in outside.writes}
             found.append(Attribute(name=name, writers=tuple(ids[k] for k in sorted(zones))))

@@ -75,7 +75,7 @@ class Made(NamedTuple):
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Made:
         stride = tensor.stride() if tensor.layout == torch.strided and not tensor.is_nested else None
-        return cls(tuple(tensor.shape), stride, dtype_name(tensor.dtype), tensor.device.type, tensor.requires_grad)
+        return cls(sizes(tensor), stride, dtype_name(tensor.dtype), tensor.device.type, tensor.requires_grad)
 
 
 @functools.cache
@@ -361,6 +361,15 @@ class Absent:
         return call_elsewhere(self._refuse, args, kwargs) if vars(self)["kind"] == "function" else self._refuse()
 
     __getitem__ = __setitem__ = __iter__ = __len__ = __bool__ = __contains__ = _refuse
+
+
+def sizes(tensor: torch.Tensor) -> tuple[int, ...]:
+    """A tensor's shape; of nested ones what there is of it, and 1 for sizes that differ from part to part."""
+    if not tensor.is_nested:
+        return tuple(tensor.shape)
+    if tensor.layout == torch.strided:
+        return (tensor.size(0),)
+    return tuple(size if isinstance(size, int) else 1 for size in tensor.shape)
 
 
 def is_sendable(tensor: torch.Tensor) -> bool:

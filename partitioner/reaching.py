@@ -10,15 +10,16 @@ or an object with items or attributes that may change; which modules reach it is
 
 from __future__ import annotations
 
+import argparse
 import dis
 import functools
 import itertools
 import operator
 import sys
 import sysconfig
-from collections import deque
+from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +32,9 @@ from partitioner.structures import PLAIN, are_same_objects, is_python_class, is_
 _MAX_DEPTH = 6
 _MAX_ITEMS = 1000
 """Of a container, that are looked into."""
+
+_HOLDERS = frozenset({argparse.Namespace, SimpleNamespace, UserDict, UserList})
+"""Classes of Python's own library whose objects hold what is the user's."""
 
 _FOREIGN = frozenset({"torch", "numpy", "builtins", "partitioner", "scipy", *sys.stdlib_module_names} - {"__main__"})
 _INTERNALS = frozenset(vars(nn.Module())) | {"_call_impl", "_compiled_call_impl"}
@@ -372,6 +376,8 @@ class Reach:
             self._enter(value, SequencePlace, name, attribute, mask, depth)
         elif isinstance(value, (FunctionType, MethodType, functools.partial)):
             self._callable(value, name, mask, depth + 1)
+        elif type(value) in _HOLDERS:
+            self._enter(value, Place, name, attribute, mask, depth)
         elif is_python_class(type(value)) and not _is_foreign(type(value).__module__):  # type: ignore[arg-type]
             self._enter(value, Place, name, attribute, mask, depth)
             if not _is_installed(type(value).__module__):

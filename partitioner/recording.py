@@ -21,8 +21,8 @@ from torch.utils.flop_counter import flop_registry
 
 from partitioner.attributes import Attribute, Attributes, Outside, Place
 from partitioner.errors import UnsupportedModelError
-from partitioner.logbook import Arguments, Encoder, is_sendable, version
-from partitioner.restore import random_states
+from partitioner.logbook import Arguments, Encoder, is_sendable, sizes, version
+from partitioner.restore import modes, random_states
 from partitioner.structures import map_tensors, tensors_in
 from partitioner.tracing import HOST_READS, RETURNED, Watcher, in_transform, may_draw, watching
 
@@ -47,6 +47,8 @@ class Node:
     """Why it must not be opened; empty where it may."""
     hooks: set[Any] = field(default_factory=set)
     """What tells its forward hooks from others."""
+    given: set[int] = field(default_factory=set)
+    """Objects and containers among its arguments, by their ids: what it changes of them is told to later stages."""
     collected: list[int] = field(default_factory=list)
     """Tensors that its hooks kept."""
 
@@ -133,11 +135,14 @@ class Recording:
     clock: int = 0
 
 
-def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recording:
-    """Run `model(*args, **kwargs)`, gradients on. What it changes is the caller's to give back."""
+def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, tell_new: bool = False) -> Recording:
+    """Run `model(*args, **kwargs)`, gradients on. What it changes is the caller's to give back.
+
+    `tell_new`: see `Attributes`.
+    """
     recorder = _Recorder(model)
     recorder.note_inputs((args, dict(kwargs)))
-    attributes = Attributes(model, lambda: recorder.place)
+    attributes = Attributes(model, lambda: recorder.place, tell_new=tell_new)
     recorder.poll = attributes.poll
     stance = torch.compiler.set_stance("force_eager")
     states = random_states()
@@ -145,6 +150,7 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
         with _Kernels(recorder):
             output = model(*args, **dict(kwargs))
         recorder.note_output(output)
+        recorder.note_end()
         del output
     if random_states() != states:
         recorder.recording.decisions.append(-1)
@@ -179,6 +185,8 @@ class _Recorder(Watcher):
         self.returned: dict[int, int] = {}
         """Functions that transforms returned, by their ids: when."""
         self.poll: Callable[[], None] = lambda: None
+        self.switched: list[tuple[int, tuple[Any, ...]]] = []
+        """Calls that left modes of torch other than they were: when they began, and the modes before."""
         self.inside: list[int | None] = []
         """What the running transform has used: tensors by number, None for parameters and chance."""
 
@@ -199,7 +207,7 @@ class _Recorder(Watcher):
                 names=[(clock, name)],
                 made=clock,
                 node=node,
-                shape=tuple(tensor.shape),
+                shape=sizes(tensor),
                 dtype=tensor.dtype,
                 nbytes=tensor_nbytes(tensor),
                 needs_gradient=tensor.requires_grad,
@@ -281,6 +289,11 @@ class _Recorder(Watcher):
         with torch._C.DisableTorchFunction():
             for tensor in tensors_in(output):
                 self.use(tensor)
+
+    def note_end(self) -> None:
+        for start, _ in self.switched:
+            reason = "a layer switches a mode of torch (gradients, autocast) and nothing after it switches back"
+            self.recording.spans.append(Span(start, sys.maxsize, reason))
 
     # -- what happens
 
@@ -372,6 +385,15 @@ class _Recorder(Watcher):
                 self.add(tensor, moment if k == 0 else f"{moment}:{k}", parents)
         return result
 
+    def note_modes(self) -> tuple[Any, ...]:
+        """Those of torch now; calls after which they were others belong with all until they are as before again."""
+        now = modes()
+        for start, before in [one for one in self.switched if one[1] == now]:
+            self.switched.remove((start, before))
+            reason = "a layer switches a mode of torch (gradients, autocast) that holds beyond it"
+            self.recording.spans.append(Span(start, self.recording.clock, reason))
+        return now
+
     def note_transform(self) -> None:
         """Under way over tensors that not every rank has, outside of one call: later ranks must skip the module."""
         if len(self.stack) > 1:
@@ -456,6 +478,7 @@ class _Recorder(Watcher):
                 self.add_unannounced(tensor)
         with torch._C.DisableTorchFunction():
             self.poll()
+            before = self.note_modes()
         recording.clock += 1
         call_id = self.enter(path) if path else ROOT
         recording.order.append(call_id)
@@ -466,6 +489,7 @@ class _Recorder(Watcher):
             parent=self.stack[-1] if self.stack else None,
             start=recording.clock,
             first_kernel=len(recording.kernels),
+            given=set(map(id, given.objects)),
         )
         number = len(recording.nodes)
         recording.nodes.append(node)
@@ -487,6 +511,8 @@ class _Recorder(Watcher):
         finally:
             with torch._C.DisableTorchFunction():
                 self.poll()
+                if self.note_modes() != before:
+                    self.switched.append((node.start, before))
             self.stack.pop()
             recording.clock += 1
             node.stop, node.last_kernel = recording.clock, len(recording.kernels)
@@ -617,7 +643,7 @@ def _depends_on_values(func: Any, given: list[torch.Tensor]) -> bool:
 
 def _look(tensor: torch.Tensor) -> str:
     strides = tuple(tensor.stride()) if tensor.layout == torch.strided and not tensor.is_nested else tensor.layout
-    return f"{tensor.dtype}{tuple(tensor.shape)}{strides}{'g' if tensor.requires_grad else ''}"
+    return f"{tensor.dtype}{sizes(tensor)}{strides}{'g' if tensor.requires_grad else ''}"
 
 
 def tensor_nbytes(tensor: torch.Tensor) -> int:

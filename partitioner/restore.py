@@ -19,6 +19,7 @@ from torch import nn
 from partitioner.structures import is_python_object
 
 _MAX_DEPTH = 4
+_DEVICES = ("cpu", "cuda")
 
 
 def random_states() -> tuple[Any, ...]:
@@ -89,6 +90,23 @@ def set_random_states(states: tuple[Any, ...]) -> None:
     python, (name, keys, *rest) = states
     random.setstate(python)
     np.random.set_state((name, np.frombuffer(keys, dtype=np.uint32), *rest))
+
+
+def modes() -> tuple[Any, ...]:
+    """Whether gradients are on, autocast on CPU and CUDA, and the default dtype."""
+    autocast = (torch.is_autocast_enabled(kind) for kind in _DEVICES)
+    dtypes = (torch.get_autocast_dtype(kind) for kind in _DEVICES)
+    return torch.is_grad_enabled(), *autocast, *dtypes, torch.get_default_dtype()
+
+
+def set_modes(wanted: tuple[Any, ...]) -> None:
+    """Switch to what `modes` gave."""
+    gradients, *others, default = wanted
+    torch.set_grad_enabled(gradients)
+    for kind, enabled, dtype in zip(_DEVICES, others[: len(_DEVICES)], others[len(_DEVICES) :], strict=True):
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
+    torch.set_default_dtype(default)
 
 
 class ModelState:

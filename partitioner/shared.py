@@ -23,7 +23,7 @@ from partitioner.errors import UnsupportedModelError
 from partitioner.logbook import Arguments, Decoder, Encoder, Made, is_sendable, pickled, withheld_in
 from partitioner.profiles import Attribute, Buffer
 from partitioner.reaching import GONE, BufferPlace, Change, Glance, Place, Reach, SequencePlace, Watched
-from partitioner.structures import tensors_in
+from partitioner.structures import is_same, tensors_in
 
 
 class SharedState:
@@ -46,6 +46,8 @@ class SharedState:
         }
         self._ours = {one.name for one in attributes if any(stage_of[layer] == stage for layer in one.writers)}
         """Attributes that this stage changes in every forward, as captured."""
+        self._returning = {one.name for one in attributes if one.returns}
+        self._start: list[tuple[Place, Any, Any]] = []
         self._buffers = {
             name: _bits(*(stage_of[layer] for layer in one.layers)) for one in buffers for name in one.names
         }
@@ -67,6 +69,29 @@ class SharedState:
         self._num_known = 0
         self._glance: Glance | None = None
         self._watch_new()
+
+    def begin(self) -> None:
+        """A forward begins: what is to be at its end as it is now is noted."""
+        self._start = []
+        for place in self._reach.places.values() if self._returning else ():
+            if place.kind in ("module", "attributes"):
+                found = [one for one in place.items() if place.name_of(one[0]) in self._returning]
+                self._start += [(place, key, value) for key, value in found]
+
+    def end(self, *, early: bool) -> None:
+        """Give back what the rest of the forward would have; where there is no rest, it must have happened.
+
+        UnsupportedModelError where it has not, and earlier stages go on with another value.
+        """
+        for place, key, before in self._start:
+            now = dict(place.items()).get(key, GONE)
+            if is_same(now, before):
+                continue
+            change = Change(place, key, before, now)
+            if early:
+                place.put(key, before)
+            elif self._stage and self._readers.get(place.name_of(key), place.mask) & ((1 << self._stage) - 1):
+                raise UnsupportedModelError(self._refusal(change, "the forward", 0))
 
     def mark(self) -> None:
         """What changed until now is as it should be."""

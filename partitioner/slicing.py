@@ -20,6 +20,7 @@ import torch
 
 from partitioner.capture import copied
 from partitioner.parts import Part, Payload
+from partitioner.restore import modes, set_modes
 from partitioner.structures import map_tensors
 from partitioner.tracing import watching
 from partitioner.walking import Meter, Reached, Walk, strided_like
@@ -64,6 +65,7 @@ class Slice(Part):
         walk.note_inputs((args, kwargs))
         output: Any = None
         ended_early = False
+        before = modes()
         try:
             with watching(walk):
                 walk.start()
@@ -73,12 +75,16 @@ class Slice(Part):
                     walk.follow_call("")
                     walk.keep_survivors()
                     ended_early = True
-                except Reached:
-                    pass
+                except Reached:  # before the model could switch back what it had switched
+                    with torch._C.DisableTorchFunction():
+                        if modes() != before:
+                            set_modes(before)
                 walk.drop_hooks()
                 if walk.failure is not None:
                     raise walk.failure
                 walk.changes(f"the code after {walk.moment}" if walk.moment else "the code")
+                if self.shared is not None:
+                    self.shared.end(early=walk.ended)
             if meter is not None:
                 meter.end(walk.survivors)
             if self.stage + 1 == self.num_stages:

@@ -27,8 +27,20 @@ from partitioner.standins import StandIn, exchange, unrecorded
 from partitioner.structures import tensors_in
 from partitioner.tracing import HOST_READS, AddedHook, Watcher, in_transform, may_draw, unwatched
 
-MIRRORED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}
-"""Python asks the right side of a comparison first where its class is derived from the left's, as a stand-in's is."""
+ALSO_CALLED = {
+    "lt": "gt",
+    "gt": "lt",
+    "le": "ge",
+    "ge": "le",
+    "values": "_nested_get_values",
+    "offsets": "_nested_get_offsets",
+    "lengths": "_nested_get_lengths",
+}
+"""What a function may be called in the log that on a stand-in has this name.
+
+Python asks the right side of a comparison first where its class is derived from the left's, as a stand-in's is; nested
+tensors have methods of their own.
+"""
 
 
 class Reached(BaseException):
@@ -100,8 +112,10 @@ class Walk(Watcher):
 
     def start(self) -> None:
         """The forward begins; that of the first stage with its own part."""
-        if self.local and self.part.shared is not None:
-            self.part.shared.mark()
+        if self.part.shared is not None:
+            self.part.shared.begin()
+            if self.local:
+                self.part.shared.mark()
         if self.local and self.meter is not None:
             self.meter.begin({}, {})
 
@@ -244,7 +258,7 @@ class Walk(Watcher):
     def follow(self, moment: str, name: str) -> Entry:
         """The next entry of the log, which must be of the same moment and name."""
         entry = self.log[self.position]
-        if entry.moment != moment or entry.name not in (name, MIRRORED.get(name)):
+        if entry.moment != moment or entry.name not in (name, ALSO_CALLED.get(name)):
             raise self.other_way(f"runs {name} ({moment})", f"ran {entry.name} ({entry.moment})")
         self.position += 1
         if entry.error is not None:

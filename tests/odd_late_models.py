@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -121,6 +123,8 @@ KINDS: dict[str, Kind] = {
     "list": Kind(lambda: [1.0], lambda x: x.append(3.0), lambda x: x[-1]),
     "list_item": Kind(lambda: [1.0], lambda x: x.__setitem__(0, 3.0), lambda x: x[0]),
     "set": Kind(set, lambda x: x.add("far"), lambda x: 3.0 if "far" in x else 1.0),
+    "namespace": Kind(lambda: Namespace(scale=1.0), lambda n: setattr(n, "scale", 3.0), lambda n: n.scale),
+    "simple_namespace": Kind(lambda: SimpleNamespace(scale=1.0), lambda n: setattr(n, "scale", 3.0), lambda n: n.scale),
     "dataclass": Kind(Settings, lambda s: setattr(s, "scale", 3.0), lambda s: s.scale),
     "list_in_a_dataclass": Kind(Settings, lambda s: s.names.append("b"), lambda s: float(len(s.names))),
     "tensor_replaced": Kind(_tensor_holder, _replaced, lambda h: h.value),

@@ -1164,3 +1164,60 @@ def loss_scale_from_a_moving_average() -> nn.Module:
             return x
 
     return Model()
+
+
+# -- modes of torch
+
+
+@odd
+def autocast_from_one_layers_hook_to_anothers() -> nn.Module:
+    entered: list[Any] = []
+
+    def enter(module: nn.Module, args: Any) -> None:
+        entered.append(torch.autocast("cpu", dtype=torch.bfloat16))
+        entered[-1].__enter__()
+
+    def leave(module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
+        entered.pop().__exit__(None, None, None)
+        return out.float()
+
+    model = nn.Sequential(lin(), nn.Tanh(), lin(), nn.Tanh(), lin(), lin())
+    model[2].register_forward_pre_hook(enter)
+    model[4].register_forward_hook(leave)
+    return model
+
+
+@odd
+def gradients_switched_by_function() -> nn.Module:
+    """Off and on again, not within a block: where a rank ends in between, nobody switches them on."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        x = self.a(x)
+        torch.set_grad_enabled(False)
+        y = self.c(self.b(x))
+        torch.set_grad_enabled(True)
+        return self.d(x + y)
+
+    return of(forward)()
+
+
+@odd
+def nested_tensors_in_glue() -> nn.Module:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        x = self.a(x)
+        ragged = torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 1, 4]))
+        x = self.b((ragged * 2).values())
+        parts = torch.nested.as_nested_tensor([x[:3], x[3:]], layout=torch.jagged)
+        return self.d(torch.cat(list(torch.tanh(self.c(parts)).unbind())))
+
+    return of(forward)()
+
+
+@odd
+def strided_nested_tensors_in_glue() -> nn.Module:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        ragged = torch.nested.as_nested_tensor([*self.a(x).split([1, 3])])
+        x = torch.nested.to_padded_tensor(self.b(ragged), 0.0)
+        return self.d(torch.tanh(self.c(x)))
+
+    return of(forward)()
