@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,37 @@ def paired(name: str) -> Any:
     return jupytext.read(HERE / f"{name}.py")
 
 
-def executed(name: str, *, timeout_s: int = 120) -> Any:
+@contextmanager
+def kernel() -> Iterator[Any]:
+    """A running kernel for several notebooks, which then import torch once; each of them starts with no names."""
+    from jupyter_client.manager import KernelManager
+
+    manager = KernelManager(kernel_name="python3")
+    manager.start_kernel(cwd=str(HERE))
+    try:
+        yield manager
+    finally:
+        manager.shutdown_kernel(now=True)
+
+
+def executed(name: str, manager: Any, *, timeout_s: int = 120) -> Any:
     """The notebook with its outputs; a cell that fails is an nbclient.exceptions.CellExecutionError."""
+    import nbformat
     from nbclient import NotebookClient
 
     notebook = paired(name)
-    client = NotebookClient(notebook, timeout=timeout_s, kernel_name="python3", record_timing=False)
-    client.execute(cwd=str(HERE))
+    notebook.cells.insert(0, nbformat.v4.new_code_cell("%reset -f"))
+    client = NotebookClient(notebook, km=manager, timeout=timeout_s, record_timing=False)
+    try:
+        client.execute()
+    finally:
+        client.kc.stop_channels()
+    del notebook.cells[0]
+    for number, cell in enumerate((cell for cell in notebook.cells if cell.cell_type == "code"), start=1):
+        cell.execution_count = number
+        for output in cell.outputs:
+            if output.output_type == "execute_result":
+                output.execution_count = number
     for cell in notebook.cells:
         cell.pop("id", None)
         outputs = cell.get("outputs", ())
@@ -43,12 +69,13 @@ def executed(name: str, *, timeout_s: int = 120) -> Any:
 def main() -> None:
     import nbformat
 
-    for name in sys.argv[1:] or NAMES:
-        start = time.perf_counter()
-        notebook = executed(name)
-        nbformat.write(notebook, HERE / f"{name}.ipynb")
-        size = (HERE / f"{name}.ipynb").stat().st_size
-        print(f"{name}: {time.perf_counter() - start:.1f} s, {size / 1e3:.0f} kB")
+    with kernel() as manager:
+        for name in sys.argv[1:] or NAMES:
+            start = time.perf_counter()
+            notebook = executed(name, manager)
+            nbformat.write(notebook, HERE / f"{name}.ipynb")
+            size = (HERE / f"{name}.ipynb").stat().st_size
+            print(f"{name}: {time.perf_counter() - start:.1f} s, {size / 1e3:.0f} kB")
 
 
 if __name__ == "__main__":

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
-QUICK, SLOW = ("stage_balance",), ("quickstart", "reading_a_profile", "capacity_70b")
 
 
 def load_runner() -> Any:
@@ -22,10 +22,6 @@ def load_runner() -> Any:
 
 
 RUNNER = load_runner()
-
-
-def test_every_notebook_is_run() -> None:
-    assert sorted((*QUICK, *SLOW)) == sorted(RUNNER.NAMES)
 
 
 @pytest.mark.parametrize("name", RUNNER.NAMES)
@@ -46,11 +42,29 @@ def test_the_notebook_that_is_kept_was_made_from_its_script(name: str) -> None:
     assert (FOLDER / f"{name}.ipynb").stat().st_size < 600_000
 
 
-def run(name: str) -> None:
+@pytest.fixture(scope="module")
+def manager() -> Iterator[Any]:
+    """One kernel for all notebooks: what takes long is to import torch."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the kernel's own packages
-        notebook = RUNNER.executed(name)
-    shown = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+        with RUNNER.kernel() as started:
+            yield started
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name == "capacity_70b" else name  # 19 s of processor time alone
+        for name in RUNNER.NAMES
+    ],
+)
+def test_a_notebook_runs_from_top_to_bottom(name: str, manager: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        notebook = RUNNER.executed(name, manager)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    shown = [output for cell in code for output in cell.outputs]
     assert shown
     assert not [output for output in shown if output.output_type == "error"]
     for output in shown:
@@ -59,12 +73,16 @@ def run(name: str) -> None:
             assert output["data"]["text/plain"]
 
 
-@pytest.mark.parametrize("name", QUICK)
-def test_a_notebook_runs_from_top_to_bottom(name: str) -> None:
-    run(name)
+def test_a_notebook_knows_no_names_of_the_one_before_it(manager: Any) -> None:
+    """Each would run in a kernel of its own, too."""
+    import nbformat
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SLOW)
-def test_a_longer_notebook_runs_from_top_to_bottom(name: str) -> None:
-    run(name)
+    leaves = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("left_behind = 1")])
+    looks = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("'left_behind' in globals()")])
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for notebook in (leaves, looks):
+            patch.setattr(RUNNER, "paired", lambda name, made=notebook: made)
+            RUNNER.executed("none", manager)
+    (output,) = looks.cells[0].outputs
+    assert output["data"]["text/plain"] == "False"
