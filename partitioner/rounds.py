@@ -66,10 +66,11 @@ class Rounds(NamedTuple):
         return np.lexsort((last if self.turn is None else self.turn[:, -1], last)).argsort()
 
 
-def rounds_of(name: ScheduleName, ranks: Sequence[int], m: int, *, short: bool = False) -> Rounds:
+def rounds_of(name: ScheduleName, ranks: Sequence[int], m: int, *, short: bool = False, far: bool = True) -> Rounds:
     """The rounds of m micro-batches. `ranks`: by stage, as `schedule.placement` says.
 
     short: only of as many micro-batches as show everything that happens, and what to repeat for the others.
+    far: whether stages receive from others than those next to them.
     """
     p = 1 + max(ranks)
     v = len(ranks) // p
@@ -77,7 +78,7 @@ def rounds_of(name: ScheduleName, ranks: Sequence[int], m: int, *, short: bool =
         forward, backward, windows = _gpipe(p, v, m, short)
         weight = turn = None
     elif name == "zero-bubble-v":
-        forward, backward, weight, turn, windows = _vee(p, m, short)
+        forward, backward, weight, turn, windows = _vee(p, m, short, far)
     else:
         forward, backward, weight, turn, windows = _woven(name, p, v, m, short)
     base = int(min(forward.min(), backward.min()))
@@ -151,15 +152,17 @@ def _woven(
     return forward.reshape(shape), backward.reshape(shape), weight.reshape(shape), turn.reshape(shape), windows
 
 
-def _vee(p: int, m: int, short: bool) -> tuple[Ints, Ints, Ints, Ints, list[Window]]:
+def _vee(p: int, m: int, short: bool, far: bool) -> tuple[Ints, Ints, Ints, Ints, list[Window]]:
     """Where there are fewer than 2 p - 1 micro-batches, the order is that of as many without those that are missing.
 
     From turn -p on, until the gradient of the first micro-batch has come back to a rank, it runs F on the way up and F
     on the way down in turn, then F, I and W on the way up alone. Before, it runs F on the way down in every round.
     """
     windows = []
-    if short and m > 3 * p:  # from turn p - 1 on, what comes from any other stage was made in a turn as well
-        windows, m = [Window(5 * (p - 1), 4, m - 3 * p)], 3 * p
+    turn = (p - 1) * far  # what comes from stages farther away than the next was made in a turn as well from then on
+    fewer = 2 * p + 1 + turn
+    if short and m > fewer:
+        windows, m = [Window(p - 1 + 4 * turn, 4, m - fewer)], fewer
     most = max(m, 2 * p - 1)
     r, n = np.arange(p)[:, None], np.arange(m)
     c = p - 1 - r

@@ -49,7 +49,8 @@ def step_times(
     for rounds to be known beforehand, by the clock.
     """
     places = placement(name, len(replica.stages), num_ranks)
-    rounds = rounds_of(name, places, num_microbatches, short=True)
+    far = any(one.target > one.source + 1 for one in replica.transfers)
+    rounds = rounds_of(name, places, num_microbatches, short=True, far=far)
     if not _ordered(rounds, replica):
         table = schedule_table(name, len(replica.stages), num_microbatches, 1 + max(places))
         return run_clock(table, replica, overhead_s=overhead_s, overlap=overlap).step
@@ -105,13 +106,13 @@ class _Passes:
         """F by stage, then B or I by stage, then nothing."""
         codes[cells["F"]] = np.arange(len(ranks))[:, None]
         codes[cells["I"]] = np.arange(len(ranks), none)[:, None]
-        self.stages = codes % len(ranks)
+        self.codes = codes
         self.took = np.append(np.concatenate(seconds[:2]), 0.0)[codes].reshape(shape)
         self.behind: Floats = np.zeros(shape)
         if rounds.weight is not None:
             after = (rounds.weight * self.p + ranks[:, None]).ravel()
             later_s = np.repeat(seconds[2], rounds.weight.shape[1])
-            self.behind = np.bincount(after, later_s, count).astype(np.float64).reshape(shape)
+            self.behind = np.asarray(np.bincount(after, later_s, count), np.float64).reshape(shape)
             self.took += self.behind
 
         ways = ways_of(replica, ranks.tolist())
@@ -141,8 +142,7 @@ class _Passes:
         """[rounds] how far each and those after it look back at most."""
 
         def by_cell(turns: NDArray[Any], needed: bool = True) -> NDArray[Any]:
-            rows = [one[codes].reshape(shape) for one in turns] if needed else []
-            return np.array(rows) if needed else np.empty((len(turns), 0, self.p))
+            return turns.take(codes if needed else codes[:0], axis=1).reshape(len(turns), -1, self.p)
 
         at = by_cell(place)
         ago = ago.reshape((self.num_in, *shape))
@@ -156,6 +156,8 @@ class _Passes:
         if overlap and self.waits and not self.binds:
             self.shift = self.shift + by_cell(way_out)
         self.waited = np.zeros(shape)
+        self._took, self._places, self._shift = list(self.took), _rows(self.places), _rows(self.shift)
+        self._buffers: _Buffers | None = None
 
     def run(self) -> StepTimes:
         state = _State(
@@ -175,7 +177,7 @@ class _Passes:
         return StepTimes(
             rank_end_s=state.free,
             busy_s=self.busy_s,
-            waited_s=np.bincount(self.stages, self.waited.ravel(), len(self.busy_s)).astype(np.float64),
+            waited_s=self._by_stage(self.waited),
             finished=self.rounds.finished,
             walked=(walked + self.height - at) / (self.height + left_out),
         )
@@ -185,7 +187,7 @@ class _Passes:
         first, after, left, walked = window.first, window.first + window.length, window.times, 0
         used = np.isin(np.arange(self.num_wires + 1), self.wire[:, first:after])
         while left:
-            times = min(left, max(1, max(AT_ONCE, walked // 2) // window.length))
+            times = min(left, max(1, (AT_ONCE << (walked // (8 * AT_ONCE)).bit_length()) // window.length))
             some = self._advance(state, first, after, times)
             state, left, walked = some.last, left - times, walked + times * window.length
             period = some.period(window.length, int(self.looks_back[first]))
@@ -200,37 +202,42 @@ class _Passes:
                 self.waited[first:after] += skipped * again.sum(axis=0)
         return state, walked
 
+    def _by_stage(self, seconds: Floats) -> Floats:
+        """[stages] the sum of what is given by round and rank."""
+        if not self.waits:
+            return np.zeros(len(self.busy_s))
+        sums = np.bincount(self.codes, seconds.ravel(), 2 * len(self.busy_s) + 1)
+        total: Floats = sums[:-1].reshape(2, -1).sum(axis=0)
+        return total
+
     def _advance(self, state: _State, first: int, after: int, times: int = 1) -> _Stretch:
         """The rounds from `first` until `after`, so many times."""
-        count, back, p, width = (after - first) * times, self.back, self.p, self.always + 1
-        arrived = np.empty((back + count, width))
-        arrived[:back], arrived[:, -1] = state.arrived, -np.inf
-        one, out = slice(first, after), []
+        count, back, p = (after - first) * times, self.back, self.p
+        one = slice(first, after)
         shifted = self.binds or self.num_out > 1 or bool(self.shift[:, one].any())
-        ends = np.empty((1 + count, p)) if shifted else arrived[back - 1 :, :p]
-        ends[0] = state.free
-        views = list(as_strided(arrived, (count, back * width), (8 * width, 8)))
-        places = [list(turn[one]) * times for turn in self.places]
-        took = list(self.took[one]) * times
+        if self._buffers is None or (len(self._buffers.views), self._buffers.shifted) != (count, shifted):
+            self._buffers = _Buffers.of(count, back, p, self.num_out, shifted)
+        arrived, ends, _, views, end_rows, out = self._buffers
+        arrived[:back], arrived[:, -1], ends[0] = state.arrived, -np.inf, state.free
+        took, places = self._took[one] * times, [turn[one] * times for turn in self._places]
+        shift = [turn[one] * times for turn in self._shift] if shifted else []
         wires = state.wires.copy()
-        out = [list(arrived[back:, d * p : (d + 1) * p]) for d in range(self.num_out)]
-        shift = [list(turn[one]) * times for turn in self.shift]
         if self.overlap and self.num_in == 1 and not shifted:
-            _plain(ends, views, places[0], took)
+            _plain(end_rows, views, places[0], took)
         elif self.overlap and self.num_in == self.num_out == 1 and not self.binds:
-            _shifted(ends, views, places[0], took, shift[0], out[0])
+            _shifted(end_rows, views, places[0], took, shift[0], out[0])
         else:
-            ways_in = [list(turn[one]) * times for turn in self.way_in]
-            over = [list(turn[one]) * times for turn in self.wire]
-            ways_out = [list(turn[one]) * times for turn in self.way_out]
+            ways_in, ways_out, over = (
+                [turn[one] * times for turn in _rows(turns)] for turns in (self.way_in, self.way_out, self.wire)
+            )
             last, arrives = ends[0], np.empty(p)
-            for t, (view, end) in enumerate(zip(views, ends[1:], strict=True)):
+            for t, (view, end) in enumerate(zip(views, end_rows[1:], strict=True)):
                 start = last
-                for turn, way in zip(places, ways_in, strict=True):
+                for d, turn in enumerate(places):
                     view.take(turn[t], None, arrives, "clip")
                     start = np.maximum(start, arrives)
                     if not self.overlap:
-                        start += way[t]
+                        start += ways_in[d][t]
                 last = np.add(start, took[t], out=end)
                 for d, (come, more) in enumerate(zip(out, shift, strict=True)):
                     np.add(last, more[t], out=come[t])
@@ -273,26 +280,59 @@ class _Passes:
         return total.reshape(count, self.p)
 
 
-def _plain(ends: Floats, views: list[Floats], places: list[Ints], took: list[Floats]) -> None:
+def _rows(turns: NDArray[Any]) -> list[list[NDArray[Any]]]:
+    return [list(turn) for turn in turns]
+
+
+class _Buffers(NamedTuple):
+    """Where some rounds write to, and the rows of it, which take as long to make as a round."""
+
+    arrived: Floats
+    """[rounds looked back at + rounds, places]"""
+    ends: Floats
+    """[1 + rounds, ranks]; where messages are there at once, a part of `arrived`."""
+    shifted: bool
+    views: list[Floats]
+    """By round, what it can look back at."""
+    end_rows: list[Floats]
+    out: list[list[Floats]]
+    """By turn and round, where what is sent comes in."""
+
+    @classmethod
+    def of(cls, count: int, back: int, p: int, num_out: int, shifted: bool) -> _Buffers:
+        width = num_out * p + 1
+        arrived = np.empty((back + count, width))
+        ends = np.empty((1 + count, p)) if shifted else arrived[back - 1 :, :p]
+        views = list(as_strided(arrived, (count, back * width), (8 * width, 8)))
+        out = [list(arrived[back:, d * p : (d + 1) * p]) for d in range(num_out)] if shifted else []
+        return cls(arrived, ends, shifted, views, list(ends), out)
+
+
+def _plain(ends: list[Floats], views: list[Floats], places: list[Ints], took: list[Floats]) -> None:
     """Rounds where what a rank sends is there when its action ends. Most time is spent here: nothing is allocated."""
-    last, arrives, maximum, add = ends[0], np.empty(ends.shape[1]), np.maximum, np.add
+    last, arrives, maximum, add = ends[0], np.empty_like(ends[0]), np.maximum, np.add
     for view, place, seconds, end in zip(views, places, took, ends[1:], strict=True):
         view.take(place, None, arrives, "clip")
         maximum(last, arrives, out=arrives)
-        add(arrives, seconds, out=end)
+        add(arrives, seconds, end)
         last = end
 
 
 def _shifted(
-    ends: Floats, views: list[Floats], places: list[Ints], took: list[Floats], shift: list[Floats], out: list[Floats]
+    ends: list[Floats],
+    views: list[Floats],
+    places: list[Ints],
+    took: list[Floats],
+    shift: list[Floats],
+    out: list[Floats],
 ) -> None:
     """Rounds where it is there so much later, or earlier, than that."""
-    last, arrives, maximum, add = ends[0], np.empty(ends.shape[1]), np.maximum, np.add
+    last, arrives, maximum, add = ends[0], np.empty_like(ends[0]), np.maximum, np.add
     for view, place, seconds, more, end, come in zip(views, places, took, shift, ends[1:], out, strict=True):
         view.take(place, None, arrives, "clip")
         maximum(last, arrives, out=arrives)
-        add(arrives, seconds, out=end)
-        add(end, more, out=come)
+        add(arrives, seconds, end)
+        add(end, more, come)
         last = end
 
 

@@ -98,7 +98,7 @@ def test_the_lists_are_those_told_action_by_action(name, v):
                 assert list(order) == want, (p, m, rank)
 
 
-def described(rounds, ranks):
+def described(rounds, ranks, far):
     """By round and rank, what it runs there and where that was made that it receives: stages and rounds before."""
     p, num_stages = 1 + max(ranks), len(ranks)
     rows = [[None] * p for _ in range(1 + int(rounds.backward.max()))]
@@ -109,8 +109,8 @@ def described(rounds, ranks):
     for stage, rank in enumerate(ranks):
         for k in range(rounds.forward.shape[1]):
             for kind, levels, others in (
-                ("F", rounds.forward, range(stage)),
-                ("B", rounds.backward, range(stage + 1, num_stages)),
+                ("F", rounds.forward, range(0 if far else max(0, stage - 1), stage)),
+                ("B", rounds.backward, range(stage + 1, num_stages if far else min(num_stages, stage + 2))),
             ):
                 at = int(levels[stage, k])
                 assert rows[at][rank] is None
@@ -119,19 +119,20 @@ def described(rounds, ranks):
     return rows
 
 
+@pytest.mark.parametrize("far", [True, False])
 @pytest.mark.parametrize(("name", "v"), KINDS)
-def test_short_rounds_repeated_are_all_the_rounds(name, v):
+def test_short_rounds_repeated_are_all_the_rounds(name, v, far):
     shortened = 0
     for p in (1, 2, 3, 5):
         for m in (1, 2 * p, 3 * p + 1, 5 * p + 2, 9 * p, 13 * p + 3):
             ranks = placement(name, v * p, p)
-            rows = described(rounds := rounds_of(name, ranks, m, short=True), ranks)
+            rows = described(rounds := rounds_of(name, ranks, m, short=True, far=far), ranks, far)
             shortened += rounds.forward.shape[1] < m
             for window in reversed(rounds.windows):
                 again = rows[window.first : window.first + window.length]
                 assert len(again) == window.length
                 rows[window.first : window.first] = again * window.times
-            assert rows == described(rounds_of(name, ranks, m), ranks), (p, m)
+            assert rows == described(rounds_of(name, ranks, m), ranks, far), (p, m)
     assert shortened >= 8 or (name, v) == ("gpipe", 3)
 
 
