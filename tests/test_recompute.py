@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import random
 import weakref
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import models
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from odd_models import ODD
-from plans import joined, plan_for, plan_of
+from plans import joined, plan_for, plan_of, profile_of
 from rank_pool import RankPool
 from side_by_side import seed_all, split
 from test_executor_stage import assert_close, step_on_one_device, step_on_ranks
@@ -26,11 +28,15 @@ import partitioner as pt
 from partitioner.capture import capture
 from partitioner.errors import UnsupportedModelError
 from partitioner.executor import materialize
+from partitioner.graph import CostGraph
 from partitioner.losses import Loss
+from partitioner.memory import Spread, interval_memory
 from partitioner.microbatches import MicroBatch
 from partitioner.plan import Plan
 from partitioner.recompute import Recomputed
 from partitioner.selfcheck import check_split
+from partitioner.slicing import Slice, chain
+from partitioner.specs import Training
 from partitioner.tracing import unwrap
 
 
@@ -318,3 +324,56 @@ def test_a_plan_that_recomputes_is_checked_and_one_that_cannot_is_refused_with_t
         pt.partition(
             cached.model, cached.inputs, gpus=2, mesh={"dp": 2}, recompute="always", loss_fn=lambda out, _: out.sum()
         )
+
+
+def held_storages() -> dict[int, int]:
+    """Bytes by address of all floating-point tensors there are."""
+    gc.collect()
+    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and one.is_floating_point()]
+    return {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_stage_that_recomputes_holds_what_memory_says(shared: bool) -> None:
+    """What it received is held twice: where its gradient comes back, and as a copy that layers may write into, which
+    is the input of the first one. Where two layers take the same in, it is counted with each, and held once.
+    """
+
+    class Blocks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            widths = [60, 61, 62, 63, 62, 65, 66]
+            self.layers = nn.ModuleList(nn.Linear(first, last) for first, last in pairwise(widths))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for k, layer in enumerate(self.layers):
+                if k == 2:
+                    kept = x
+                x = layer(x)
+                if shared and k == 3:
+                    x = x + kept
+            return x
+
+    model, x = Blocks(), torch.randn(32, 60)
+    profile = profile_of(capture(model, (x,), max_share=0))
+    ids = [layer.id for layer in profile.layers]
+    first, last = ids.index("layers.2"), ids.index("layers.5")
+    stage_of = {name: (k >= first) + (k >= last) for k, name in enumerate(ids)}
+    parts = [Slice(model, profile, stage_of, stage) for stage in range(2)]
+    with Recomputed(model, ids[first:last]):
+        before = held_storages()
+        runs, _ = chain(parts, (x,), {})
+        runs[0] = None  # type: ignore[call-overload]
+        held = sum(size for key, size in held_storages().items() if key not in before)
+    items = interval_memory(
+        CostGraph(profile),
+        Training(batch_size=1),
+        first,
+        last,
+        samples=1,
+        held=[0, 1],
+        replicated=False,
+        spread=Spread(recompute="always"),
+    )
+    predicted = sum(float(items[name][1] - items[name][0]) for name in ("activations", "received", "workspace"))
+    assert predicted - held == shared * 32 * 62 * 4
