@@ -5,8 +5,10 @@
 sum       all stages' forwards of one micro-batch one after another, against the plain forward
 prefix    of each stage, the time until its own part begins: with stand-ins for what is before it
 
-A round times the plain forward and every stage in turns, so that drift of the machine meets all alike. Given are the
-median over rounds and its 95 % interval (order statistics of the ratios: Conover, Practical Nonparametric Statistics).
+A round times the plain forward and every stage in turns, so that drift of the machine meets all alike, in seconds of
+this process on the processor (other programs' turns do not count), or on the clock where there are several threads.
+Given are the median over rounds and its 95 % interval (order statistics of the ratios: Conover, Practical Nonparametric
+Statistics).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -35,11 +37,11 @@ from partitioner.walking import Meter
 class Begins(Meter):
     """When a stage's own part begins."""
 
-    def __init__(self) -> None:
-        self.at = 0.0
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock, self.at = clock, 0.0
 
     def begin(self, received: dict[str, torch.Tensor], around: dict[str, torch.Tensor]) -> None:
-        self.at = time.perf_counter()
+        self.at = self.clock()
 
 
 def interval(values: Sequence[float]) -> tuple[float, float, float]:
@@ -61,13 +63,14 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--length", type=int, default=96)
+    parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    clock = time.process_time if options.threads == 1 else time.perf_counter
     case = models.build(
         "gpt2", batch=options.batch, layers=options.layers, width=options.width, length=options.length, vocabulary=1000
     )
@@ -81,9 +84,9 @@ def main() -> None:
     prefix_s: list[list[float]] = [[] for _ in slices]
 
     def plain() -> float:
-        start = time.perf_counter()
+        start = clock()
         output = case.model(**kwargs)
-        seconds = time.perf_counter() - start
+        seconds = clock() - start
         del output
         return seconds
 
@@ -92,10 +95,10 @@ def main() -> None:
         before = plain()
         for stage, part in enumerate(slices):
             received: dict[int, Payload] = {source: _sent(runs[source].sends[stage]) for source in part.sources}
-            begins = Begins()
-            start = time.perf_counter()
+            begins = Begins(clock)
+            start = clock()
             runs.append(part.run((), kwargs, received, meter=begins))
-            stop = time.perf_counter()
+            stop = clock()
             if repeat >= 0:
                 stage_s[stage].append(stop - start)
                 prefix_s[stage].append(begins.at - start)
