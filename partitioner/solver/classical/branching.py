@@ -197,7 +197,7 @@ class _Relaxed:
         """
         room = cap * (1 + CLOSE)
         alive = np.where(self.alive <= room, self.alive, math.inf)
-        first, last = int(np.argmin(self.high)), int(np.argmax(self.low))
+        first, last = (int(np.lexsort((self.alive, by))[0]) for by in (self.high, -self.low))
         entering = alive.copy()
         entering[first] = math.inf
         before = np.searchsorted(self.high, self.low - room)
