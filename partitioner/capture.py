@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from partitioner.attributes import Attribute as Changed
 from partitioner.errors import UnsupportedModelError
 from partitioner.profiles import Attribute, Buffer, Parameter
 from partitioner.reaching import Reach
@@ -189,6 +190,7 @@ def _read_in_either(captured: Capture, other: Capture) -> tuple[Attribute, ...]:
             first=read[0] if read else None,
             last=read[-1] if read else None,
             writers=tuple(sorted({*one.writers, *same.writers}, key=order.__getitem__)),
+            inside=tuple(sorted({*one.inside, *same.inside}, key=order.__getitem__)),
             returns=one.returns and same.returns,
         )
     return tuple(found.values())
@@ -560,7 +562,7 @@ class _Chooser:
                 inside = layer is not None and item.owner not in self.nodes[layer].given
                 for read, _ in item.reads:
                     there = self.zone(read)
-                    if (there < here and not (item.returns or item.is_new)) or (inside and there > here):
+                    if (there < here and not (self.returns(item) or item.is_new)) or (inside and there > here):
                         reason = f"the attribute {item.name!r} is changed in the forward and read on both sides"
                         self.forbid(no_cut, min(here, there), max(here, there), reason)
                     elif there > here and node >= 0:
@@ -572,12 +574,14 @@ class _Chooser:
         """What was read or changed of Python state, but for that of modules which a layer has for itself."""
         reads: dict[str, set[int]] = defaultdict(set)
         writes: dict[str, set[int]] = defaultdict(set)
+        inside: dict[str, set[int]] = defaultdict(set)
         returns: dict[str, bool] = {}
         for item in self.recording.held:
             if item.writes:
-                returns[item.name] = item.returns and returns.get(item.name, True)
+                returns[item.name] = self.returns(item) and returns.get(item.name, True)
             reads[item.name] |= {self.zone(when) for when, _ in item.reads}
             writes[item.name] |= {self.zone(when) for when, _ in item.writes}
+            inside[item.name] |= {self.zone(when) for when, node in item.writes if self.layer_around(node) is not None}
         own = {self.nodes[number].path: k for k, number in enumerate(self.chosen)}
         found = []
         for name, zones in reads.items():
@@ -587,11 +591,18 @@ class _Chooser:
             if zones and not (len(zones) == 1 and any(own.get(path) in zones for path in above)):
                 writers = tuple(ids[k] for k in sorted(writes[name]))
                 one = Attribute(name=name, first=ids[min(zones)], last=ids[max(zones)], writers=writers)
-                found.append(one.model_copy(update={"returns": returns.get(name, False)}))
+                layers = tuple(ids[k] for k in sorted(inside[name]))
+                found.append(one.model_copy(update={"returns": returns.get(name, False), "inside": layers}))
         for name, outside in self.recording.outside.items():
             zones = {self.zone(when) for when, _ in outside.writes}
-            found.append(Attribute(name=name, writers=tuple(ids[k] for k in sorted(zones))))
+            own_zones = {self.zone(when) for when, node in outside.writes if self.layer_around(node) is not None}
+            writers, by_layers = (tuple(ids[k] for k in sorted(ks)) for ks in (zones, own_zones))
+            found.append(Attribute(name=name, writers=writers, inside=by_layers))
         return tuple(found)
+
+    def returns(self, item: Changed) -> bool:
+        """Whether an attribute is changed by code between layers alone, and is at the end what it was at the start."""
+        return item.returns and all(self.layer_around(node) is None for _, node in item.writes)
 
     def forbid_outside(self, no_cut: dict[int, str], ids: list[str]) -> None:
         """A global or the like must stay with all code that leads to it: when that reads it is not seen."""

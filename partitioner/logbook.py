@@ -55,6 +55,8 @@ class Entry(NamedTuple):
     """The exception that left it."""
     state: tuple[Any, ...] = ()
     """What it changed of Python state that later stages reach; see `shared`."""
+    contents: tuple[Any, ...] = ()
+    """What a function wrote into tensors that the model keeps, likewise."""
 
     def single_tensor(self) -> Made | None:
         """What the result is like where one new tensor is all that came of it."""

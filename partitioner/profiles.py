@@ -159,6 +159,8 @@ class Attribute(Frozen):
     first: str | None = None
     last: str | None = None
     writers: tuple[str, ...] = ()
+    inside: tuple[str, ...] = ()
+    """Of these the layers that change it themselves, not the code between layers."""
     returns: bool = False
     """Whether it is at the end of the forward what it was at the start."""
 

@@ -12,7 +12,7 @@ more than one. A change that capture saw is no matter here: no cut was allowed b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,7 @@ class SharedState:
             one.name: _bits(stage_of[one.first], stage_of[one.last]) for one in attributes if one.first and one.last
         }
         self._ours = {one.name for one in attributes if any(stage_of[layer] == stage for layer in one.writers)}
+        self._by_layers = {one.name for one in attributes if any(stage_of[layer] == stage for layer in one.inside)}
         """Attributes that this stage changes in every forward, as captured."""
         self._returning = {one.name for one in attributes if one.returns}
         self._start: list[tuple[Place, Any, Any]] = []
@@ -62,7 +63,7 @@ class SharedState:
         self._own, self._own_names = tensors, {id(tensor): name for name, tensor in tensors.items()}
         self._objects = [place.owner for place in self._reach.places.values()]
         """The same on every rank, and in the same order; what is sent refers to them by number."""
-        self.is_moving = False
+        self.is_moving = bool(self._ours)
         """Whether something has ever changed in this stage's own part: then code between layers is told from layers."""
         self._watched: list[Watched] = []
         self._by_label: dict[tuple[str, str], Place] = {}
@@ -103,10 +104,15 @@ class SharedState:
                     self._follow(watched.changes())
             self._glance = Glance(self._watched)
 
-    def changes(self, who: str) -> list[Change]:
+    def holds(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether one of these is kept in a place that several stages reach."""
+        kept = {id(tensor) for watched in self._watched for _, tensor in watched.tensors}
+        return any(id(tensor) in kept for tensor in tensors)
+
+    def changes(self, who: str, *, by_layer: bool = False) -> list[Change]:
         """What has changed since the last look, by `who`, as far as later stages reach it.
 
-        UnsupportedModelError where an earlier stage does.
+        `by_layer`: later ranks do not run that code. UnsupportedModelError where an earlier stage reaches it.
         """
         found: list[Change] = []
         with torch._C.DisableTorchFunction():
@@ -120,9 +126,9 @@ class SharedState:
         sent = []
         self.is_moving = self.is_moving or bool(found)
         for change in found:
-            readers = self._readers_of(change)
+            readers = self._readers_of(change, self._by_layers if by_layer else self._ours)
             earlier = readers & ((1 << self._stage) - 1)
-            if earlier:
+            if earlier and change.place.attribute_of(change.key) not in self._ours:
                 raise UnsupportedModelError(self._refusal(change, who, (earlier & -earlier).bit_length() - 1))
             if readers >> (self._stage + 1):
                 sent.append(change)
@@ -132,8 +138,9 @@ class SharedState:
         """Changes as plain data, for the log."""
         return tuple(self._encoded(change, who) for change in changes)
 
-    def apply(self, codes: Sequence[Any]) -> None:
-        """Make the changes that an earlier stage's log tells of."""
+    def apply(self, codes: Sequence[Any]) -> set[int]:
+        """Make the changes that an earlier stage's log tells of; the ids of tensors that were given other contents."""
+        filled: set[int] = set()
         for kind, name, key, content, code, tensors in codes:
             place = self._by_label.get((kind, name))
             if place is None:
@@ -158,11 +165,13 @@ class SharedState:
                 continue  # code before the layer has made the same change here
             value = Decoder(self._given(), self._own, make)(code)
             if content:
+                filled.add(id(held))
                 with torch.no_grad():
                     held.copy_(value) if isinstance(held, torch.Tensor) else np.copyto(held, value)
             else:
                 place.put(key, value)
         self.mark()
+        return filled
 
     # -- inside
 
@@ -197,9 +206,10 @@ class SharedState:
             )
         return (*label, code, tuple(map(_bytes_of, encoder.tensors)))
 
-    def _readers_of(self, change: Change) -> int:
+    def _readers_of(self, change: Change, known: set[str]) -> int:
+        """Stages that reach what has changed; none where the captured forward changed that too."""
         name = change.place.attribute_of(change.key)
-        if name in self._ours:
+        if name in known:
             return 0
         if isinstance(change.place, BufferPlace) and name in self._buffers:
             return self._buffers[name]

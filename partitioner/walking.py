@@ -202,7 +202,12 @@ class Walk(Watcher):
             self.own.append(Entry(moment, name, result))
             return result
         code, tensors = encoded(result, given, self.part.own_names)
-        entry = Entry(moment, name, code, _written(name, given), (), len(given.tensors))
+        written = _written(name, given)
+        entry = Entry(moment, name, code, written, (), len(given.tensors))
+        shared = self.part.shared
+        if written and shared is not None and shared.holds(given.tensors[k] for k in written):
+            found = [one for one in self.changes(f"the code after {self.moment}", by_layer=True) if one.content]
+            entry = entry._replace(contents=shared.encoded(found, f"the code after {self.moment}"))
         if kwargs and isinstance(kwargs.get("generator"), torch.Generator):
             entry = entry._replace(generator=kwargs["generator"].get_state().numpy().tobytes())
         self.own.append(entry)
@@ -352,17 +357,17 @@ class Walk(Watcher):
                 if not self.last:
                     return self.logged(call_id, run, args, kwargs)
                 result = self.metered(run, args, kwargs)
-            self.changes(f"layer {call_id} (or the code before it)")
+            self.changes(f"layer {call_id} (or the code before it)", by_layer=True)
             return result
         finally:
             self.at(call_id)
 
-    def changes(self, who: str) -> list[Change]:
-        """What `who` has changed of Python state that later stages reach."""
+    def changes(self, who: str, *, by_layer: bool = False) -> list[Change]:
+        """What `who` has changed of Python state that later stages reach; see `SharedState.changes`."""
         if self.part.shared is None:
             return []
         try:
-            return self.part.shared.changes(who)
+            return self.part.shared.changes(who, by_layer=by_layer)
         except UnsupportedModelError as error:
             raise self.failed(error) from None
 
@@ -402,7 +407,7 @@ class Walk(Watcher):
         return result
 
     def changes_encoded(self, call_id: str) -> tuple[Any, ...]:
-        changes = self.changes(f"layer {call_id} (or the code before it)")
+        changes = self.changes(f"layer {call_id} (or the code before it)", by_layer=True)
         if not changes or self.part.shared is None:
             return ()
         try:
@@ -474,8 +479,10 @@ class Walk(Watcher):
         given = Arguments(args, kwargs)
         if entry.num_given != len(given.tensors):
             raise self.other_way(f"gives {len(given.tensors)} tensors to {moment}", f"gave {entry.num_given}")
+        kept = self.follow_contents(entry)
         for index in entry.writes:
-            self.stand_in_for(given.tensors[index], moment)
+            if id(given.tensors[index]) not in kept:
+                self.stand_in_for(given.tensors[index], moment)
 
         def make(k: int, made: Any) -> torch.Tensor:
             return StandIn(made, first if k == 0 else f"{moment}:{k}", self.part.device)
@@ -488,6 +495,12 @@ class Walk(Watcher):
             self.named[first if k == 0 else f"{moment}:{k}"] = tensor
         self.follow_state(entry)
         return result
+
+    def follow_contents(self, entry: Entry) -> set[int]:
+        """Put into tensors that the model keeps what a logged function wrote into them; the ids of these tensors."""
+        if not entry.contents or self.part.shared is None:
+            return set()
+        return self.part.shared.apply(entry.contents)
 
     def follow_state(self, entry: Entry) -> None:
         """Besides its result: what a logged call or function did to random numbers, counts and Python state."""

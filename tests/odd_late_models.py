@@ -247,7 +247,50 @@ class InGlue(nn.Module):
         return x
 
 
-late("glue", lambda way, on: InGlue(way, on))
+late("glue", InGlue)
+
+
+class FilledInGlue(InGlue):
+    """Likewise a tensor, filled with what comes from a layer."""
+
+    def __init__(self, way: str, on: str) -> None:
+        super().__init__(way, on)
+        self.scale = torch.ones(D)
+
+    def turn(self, start: torch.Tensor, x: torch.Tensor | None = None) -> None:
+        self.calls += 1
+        if self.calls > LATE_CALLS if self.on == "steps" else float(start.abs().max()) > LARGE:
+            self.scale.copy_(x.detach().mean(0) if x is not None else torch.full((D,), 3.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        start = x
+        x = self.a(x)
+        self.turn(start, x)
+        x = self.c(torch.tanh(self.b(x)))
+        return self.d(x * self.scale.clone())
+
+
+late("glue_fills_a_tensor", FilledInGlue, ("forth",))
+
+
+class BothWays(InGlue):
+    """The code between layers sets an attribute in every forward; on some data a layer does too."""
+
+    def __init__(self, way: str, on: str) -> None:
+        super().__init__(way, on)
+        self.b = Layer(
+            Kind(lambda: [self], lambda p: setattr(p[0], "scale", 3.0), lambda p: 1.0), [self], "changes", on
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        start = x
+        self.scale = 0.5
+        x = self.a(x)
+        x = self.c(torch.tanh(self.b(x, start)))
+        return self.d(x * self.scale)
+
+
+late("glue_and_a_layer", BothWays, ("forth",))
 
 
 def marked(case: Case) -> Case:
