@@ -57,10 +57,10 @@ class Attribute:
 
 
 class Outside:
-    """A place outside of the model that was changed, and where; `is_plain` where that was not with tensors alone."""
+    """A place outside of the model that was changed under a key, and where; `is_plain`: not with tensors alone."""
 
-    def __init__(self, kind: str, name: str) -> None:
-        self.kind, self.name = kind, name
+    def __init__(self, kind: str, name: str, key: Any) -> None:
+        self.kind, self.name, self.key = kind, name, key
         self.writes: list[Place] = []
         self.is_plain = False
 
@@ -95,7 +95,7 @@ class Attributes:
             if watched.is_touched():
                 for change in watched.changes():
                     name = change.place.attribute_of(change.key)
-                    known = self.outside.setdefault(name, Outside(change.place.kind, change.place.name))
+                    known = self.outside.setdefault(name, Outside(change.place.kind, change.place.name, change.key))
                     known.writes.append(self._here())
                     known.is_plain |= not isinstance(change.now, torch.Tensor) and not _holds_only_tensors(change)
 

@@ -92,7 +92,9 @@ class Capture:
     dynamic: bool
     """Whether values decide, between layers, which way the forward takes."""
     fire_hooks: tuple[str, ...]
-    """Modules whose forward hooks later ranks fire too; see `profiles.Profile.fire_hooks`."""
+    """Modules with forward hooks that later ranks fire too; see `profiles.Profile.fire_hooks`."""
+    collecting: tuple[str, ...]
+    """Those hooks, by the names of their functions."""
     buffers: tuple[Buffer, ...]
     buffer_bytes: int
     """Of all other buffers."""
@@ -116,6 +118,7 @@ STRUCTURE = (
     "glue_names",
     "dynamic",
     "fire_hooks",
+    "collecting",
     "buffers",
     "buffer_bytes",
     "attributes",
@@ -417,6 +420,7 @@ class _Chooser:
             },
             dynamic=dynamic,
             fire_hooks=tuple(sorted(fire_hooks)),
+            collecting=tuple(sorted(recording.collecting)),
             buffers=buffers,
             buffer_bytes=sum(map(tensor_nbytes, recording.model.buffers())) - sum(buffer.bytes for buffer in buffers),
             attributes=self.attributes(ids),
@@ -606,17 +610,20 @@ class _Chooser:
 
     def forbid_outside(self, no_cut: dict[int, str], ids: list[str]) -> None:
         """A global or the like must stay with all code that leads to it: when that reads it is not seen."""
-        changed = {(one.kind, one.name): (name, one) for name, one in self.recording.outside.items() if one.is_plain}
+        changed = defaultdict(list)
+        for name, one in self.recording.outside.items():
+            if one.is_plain:
+                changed[one.kind, one.name].append((name, one))
         if not changed:
             return
         masks = Masks(ids, {name: k for k, name in enumerate(ids)})
         for place in Reach(self.recording.model, masks.of).places.values():
-            if (place.kind, place.name) in changed:
-                name, outside = changed[place.kind, place.name]
-                zones = [k for k in range(len(ids)) if place.mask >> k & 1]
-                zones += [self.zone(when) for when, _ in outside.writes]
-                reason = f"{name!r}, outside of the model, is changed in the forward and may be read on both sides"
-                self.forbid(no_cut, min(zones), max(zones), reason)
+            for name, outside in changed.get((place.kind, place.name), ()):
+                zones = [k for k in range(len(ids)) if place.readers_of(outside.key) >> k & 1]
+                if zones:
+                    zones += [self.zone(when) for when, _ in outside.writes]
+                    reason = f"{name!r}, outside of the model, is changed in the forward and may be read on both sides"
+                    self.forbid(no_cut, min(zones), max(zones), reason)
 
     def forbid_regions(self, no_cut: dict[int, str]) -> None:
         """No cut inside a checkpoint; one just before it is possible, unless code runs in it before its first layer."""

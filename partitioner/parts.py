@@ -60,7 +60,7 @@ class Part:
             raise UnsupportedModelError(f"the model has no module {missing[0]!r}, which the plan places")
         self.tracked = {modules[path]: path for path in tracked}
         self.calls = list(map(WatchedCall, self.tracked))
-        self.fire_hooks = frozenset(profile.fire_hooks)
+        self.fire_hooks, self.collecting = frozenset(profile.fire_hooks), frozenset(profile.collecting)
         self.glue, self.glue_names = profile.glue, profile.glue_names
         self.captured = frozenset(layer.id for layer in profile.layers)
         inner = {sub for path in self._layer_paths() for sub in modules[path].modules() if sub is not modules[path]}

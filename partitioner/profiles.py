@@ -190,7 +190,9 @@ class Profile(Shown, Frozen):
     """Whether values decide, between layers, which way the forward takes: then any stage may need what a later one
     needed when the model was captured."""
     fire_hooks: tuple[str, ...] = ()
-    """Modules whose forward hooks keep tensors for later: ranks that skip the module fire them on what it sends."""
+    """Modules with forward hooks that keep tensors for later: ranks that skip them fire these on what they send."""
+    collecting: tuple[str, ...] = ()
+    """Names of the functions of those hooks; of other hooks of the modules nothing is told. Empty: all of them."""
     attributes: tuple[Attribute, ...] = ()
     """Python state of modules that not one layer has for itself: a change on one rank matters elsewhere."""
     optimizer_s: Seconds = 0.0

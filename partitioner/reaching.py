@@ -6,12 +6,13 @@ or an object with items or attributes that may change; which modules reach it is
     module's attributes         its own stage, and those of modules that refer to it other than as their parent
     objects, lists, dicts       every stage from whose modules attributes lead there
     globals, closures           every stage in which a function runs that names them
+
+What code only writes into, as hooks do that collect what passes, it reaches and does not read.
 """
 
 from __future__ import annotations
 
 import argparse
-import dis
 import functools
 import itertools
 import operator
@@ -19,7 +20,8 @@ import sys
 import sysconfig
 from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from contextlib import contextmanager
+from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +30,7 @@ from torch import nn
 
 from partitioner.logbook import version
 from partitioner.structures import PLAIN, are_same_objects, is_python_class, is_same, slots
+from partitioner.usage import WRITES, names_in, reads_of
 
 _MAX_DEPTH = 6
 _MAX_ITEMS = 1000
@@ -38,7 +41,6 @@ _HOLDERS = frozenset({argparse.Namespace, SimpleNamespace, UserDict, UserList})
 
 _FOREIGN = frozenset({"torch", "numpy", "builtins", "partitioner", "scipy", *sys.stdlib_module_names} - {"__main__"})
 _INTERNALS = frozenset(vars(nn.Module())) | {"_call_impl", "_compiled_call_impl"}
-_STORES = frozenset({dis.opmap["STORE_GLOBAL"], dis.opmap["STORE_DEREF"], dis.opmap["DELETE_GLOBAL"]})
 _MISSING = object()
 
 GONE: Any = object()
@@ -49,7 +51,8 @@ _WHOLE = None
 class Place:
     """One object whose items or attributes may change. `name` is the same on every rank.
 
-    `attribute`: the module attribute (or global) that it was found behind; `mask`: the stages whose code reaches it.
+    `attribute`: the module attribute (or global) that it was found behind; `mask`: the stages whose code reaches it;
+    `readers`: those of them whose code may read it.
     """
 
     kind = "attributes"
@@ -57,7 +60,23 @@ class Place:
 
     def __init__(self, owner: Any, name: str, attribute: str) -> None:
         self.owner, self.name, self.attribute = owner, name, attribute
-        self.mask = 0
+        self.mask = self.readers = 0
+        self.readers_by_key: dict[Any, int] = {}
+        """Of attributes that code reads where it does not read the rest."""
+
+    def readers_of(self, key: Any) -> int:
+        """Stages whose code may read what is held under `key`."""
+        return self.readers | self.readers_by_key.get(key, 0)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether it is read, and code of more than one stage leads to it."""
+        return bool(self.readers or self.readers_by_key) and bool(self.mask & (self.mask - 1))
+
+    def widen(self, mask: int) -> None:
+        """Let code of these stages read it too."""
+        self.mask |= mask
+        self.readers |= mask
 
     def items(self) -> list[tuple[Any, Any]]:
         """(key, value) of all that it holds now."""
@@ -212,10 +231,8 @@ class CellPlace(Place):
     may_change = False
 
     def items(self) -> list[tuple[Any, Any]]:
-        try:
-            return [("", self.owner.cell_contents)]
-        except ValueError:  # not yet set
-            return []
+        value = _content(self.owner)
+        return [] if value is _MISSING else [("", value)]
 
     def parts(self) -> Iterable[Any]:
         return [value for _, value in self.items()]
@@ -328,6 +345,8 @@ class Reach:
         self.places: dict[Any, Place] = {}
         self._masks: dict[tuple[int, str], int] = {}
         self._kept: list[Any] = []
+        self._reading = True
+        """Whether what is followed is read there, not only written into."""
         paths: dict[int, list[str]] = {}
         for path, module in model.named_modules(remove_duplicate=False):
             paths.setdefault(id(module), []).append(path)
@@ -347,25 +366,49 @@ class Reach:
 
     def enter(self, value: Any, place: Place, key: Any) -> None:
         """Follow what has come into a place under `key`."""
-        self._value(value, place.name_of(key), place.attribute_of(key), place.mask, 0)
+        name, attribute = place.name_of(key), place.attribute_of(key)
+        if place.readers:
+            self._value(value, name, attribute, place.readers, 0)
+        with self._written():
+            self._value(value, name, attribute, place.mask, 0)
+
+    @contextmanager
+    def _written(self, only: bool = True) -> Iterator[None]:
+        """What is followed in the block is only written into; `only=False`: it is read."""
+        before, self._reading = self._reading, not only
+        try:
+            yield
+        finally:
+            self._reading = before
+
+    def _reach(self, place: Place, mask: int) -> bool:
+        """Whether these stages reach a place, or read it, for the first time."""
+        before = place.mask, place.readers
+        place.mask |= mask
+        if self._reading:
+            place.readers |= mask
+        return before != (place.mask, place.readers)
 
     # -- values
 
     def _module(self, module: nn.Module, mask: int, depth: int) -> None:
         place = self.places[id(module)]
-        if mask | place.mask == place.mask:
+        if not self._reach(place, mask):
             return
-        place.mask |= mask
         if id(module._buffers) in self.places:
-            self.places[id(module._buffers)].mask |= mask
+            self._reach(self.places[id(module._buffers)], mask)
         for key, value in place.items():
             self._value(value, place.name_of(key), place.attribute_of(key), mask, depth)
 
     def _value(self, value: Any, name: str, attribute: str, mask: int, depth: int) -> None:
         if isinstance(value, (*PLAIN, torch.Tensor)) or depth > _MAX_DEPTH:
             return
-        if isinstance(value, nn.Module):
-            if id(value) in self._paths:
+        cls: Any = type(value)
+        if not self._reading and is_python_class(cls) and any(hasattr(cls, one) for one in WRITES):
+            with self._written(only=False):  # a method of the user's own may tell what it holds
+                self._value(value, name, attribute, mask, depth)
+        elif isinstance(value, nn.Module):
+            if self._reading and id(value) in self._paths:
                 self._module(value, mask, depth + 1)
         elif isinstance(value, tuple):
             for k, part in enumerate(value[:_MAX_ITEMS]):
@@ -380,16 +423,30 @@ class Reach:
             self._enter(value, Place, name, attribute, mask, depth)
         elif is_python_class(type(value)) and not _is_foreign(type(value).__module__):  # type: ignore[arg-type]
             self._enter(value, Place, name, attribute, mask, depth)
-            if not _is_installed(type(value).__module__):
+            if self._reading and not _is_installed(type(value).__module__):
                 self._class(type(value), mask, depth + 1)
+
+    @contextmanager
+    def _as_read(self, reads: frozenset[str] | None, value: Any, mask: int, depth: int) -> Iterator[None]:
+        """In the block follow a value of which code reads these attributes alone; None: it reads the thing itself."""
+        held = dict(Place(value, "", "").items()) if reads else {}
+        if reads is None or isinstance(value, nn.Module) or not reads <= held.keys():
+            yield
+            return
+        with self._written():
+            yield
+        place = self.places.get(id(value))
+        if reads and place is not None:
+            for key in sorted(reads):
+                place.readers_by_key[key] = place.readers_by_key.get(key, 0) | mask
+                self._value(held[key], place.name_of(key), place.attribute_of(key), mask, depth + 1)
 
     def _enter(self, value: Any, kind: type[Place], name: str, attribute: str, mask: int, depth: int) -> None:
         place = self.places.get(id(value))
         if place is None:
             place = self.places[id(value)] = kind(value, name, attribute)
-        if mask | place.mask == place.mask:
+        if not self._reach(place, mask):
             return
-        place.mask |= mask
         for key, part in place.items()[:_MAX_ITEMS]:
             inner = f"{name}[{key}]" if kind is SequencePlace else place.name_of(key)
             self._value(part, inner, place.attribute_of(key), mask, depth + 1)
@@ -399,7 +456,7 @@ class Reach:
     def _code_of(self, module: nn.Module, mask: int, path: str) -> None:
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             for hook in hooks.values():
-                self._value(hook, f"{path}.hook", f"{path}.hook", mask, 0)
+                self._hook(hook, f"{path}.hook", mask)
         self._class(type(module), mask, 0, ("forward", "__call__"))
 
     def _class(self, cls: type, mask: int, depth: int, start: tuple[str, ...] | None = None) -> None:
@@ -436,39 +493,63 @@ class Reach:
         """A name of a Python module or class that code of these stages reads or sets."""
         place = self.places.setdefault((id(owner), key), NamePlace(owner, where, key))
         place.may_change = place.may_change or is_set
-        if mask | place.mask == place.mask:
+        if not self._reach(place, mask):
             return
-        place.mask |= mask
         for _, value in place.items():
             self._value(value, place.name, place.name, mask, depth + 1)
 
+    def _hook(self, hook: Any, name: str, mask: int) -> None:
+        """What a hook's code leads to; attributes of the hook itself only where code names it."""
+        own_call = next((vars(base)["__call__"] for base in type(hook).__mro__ if "__call__" in vars(base)), None)
+        if isinstance(hook, FunctionType):
+            if not _is_foreign(hook.__module__ or ""):
+                self._function(hook, mask, 0)
+        elif isinstance(own_call, FunctionType):
+            self._callable(MethodType(own_call, hook), name, mask, 0)
+        else:
+            self._value(hook, name, name, mask, 0)
+
     def _callable(self, value: Any, name: str, mask: int, depth: int) -> None:
+        """Code that something leads to, and what is bound to it: of what is only written into, that alone."""
         if depth > _MAX_DEPTH:
             return
         if isinstance(value, functools.partial):
-            for part in (value.func, *value.args, *value.keywords.values()):
-                self._value(part, name, name, mask, depth + 1)
+            self._value(value.func, name, name, mask, depth + 1)
+            code = getattr(value.func, "__code__", None)
+            names = (*(code.co_varnames if code else ())[: len(value.args)], *value.keywords)
+            for argument, part in itertools.zip_longest(names, (*value.args, *value.keywords.values())):
+                with self._as_read(reads_of(code, argument) if code and argument else None, part, mask, depth):
+                    self._value(part, name, name, mask, depth + 1)
             return
         if isinstance(value, MethodType):
-            self._value(value.__self__, name, name, mask, depth + 1)
+            code = getattr(value.__func__, "__code__", None)
+            reads = reads_of(code, code.co_varnames[0]) if code and code.co_varnames else None
+            with self._as_read(reads, value.__self__, mask, depth):
+                self._value(value.__self__, name, name, mask, depth + 1)
             value = value.__func__
         if isinstance(value, FunctionType) and not _is_foreign(value.__module__ or ""):
-            self._function(value, mask, depth)
+            where = f"{value.__module__}.{value.__qualname__}"
+            for key, held in vars(value).items():
+                if key != "__wrapped__":
+                    self._value(held, f"{where}.{key}", f"{where}.{key}", mask, depth + 1)
+            if self._reading:
+                self._function(value, mask, depth)
 
     def _function(self, function: FunctionType, mask: int, depth: int) -> None:
         if not self._seen(function, "", mask):
             return
         self._kept.append(function)
-        where = f"{function.__module__}.{function.__qualname__}"
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-            self._cell(cell, f"{where}.{name}", name in names_in(function.__code__)[1], mask, depth)
-        for k, default in enumerate((*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())):
-            self._value(default, f"{where} default {k}", f"{where} default {k}", mask, depth + 1)
-        if vars(function):
-            for key, value in vars(function).items():
-                if key != "__wrapped__":
-                    self._value(value, f"{where}.{key}", f"{where}.{key}", mask, depth + 1)
-        loaded, stored = names_in(function.__code__)
+        code, where = function.__code__, f"{function.__module__}.{function.__qualname__}"
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
+            is_set = name in names_in(code)[1]
+            with self._as_read(reads_of(code, name), _content(cell), mask, depth):
+                self._cell(cell, f"{where}.{name}", is_set, mask, depth)
+        defaults, by_keyword = function.__defaults__ or (), function.__kwdefaults__ or {}
+        names = (*code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], *by_keyword)
+        for k, (name, default) in enumerate(zip(names, (*defaults, *by_keyword.values()), strict=True)):
+            with self._as_read(reads_of(code, name), default, mask, depth):
+                self._value(default, f"{where} default {k}", f"{where} default {k}", mask, depth + 1)
+        loaded, stored = names_in(code)
         space = function.__globals__
         module = sys.modules.get(space.get("__name__", ""))
         if module is None or vars(module) is not space:
@@ -482,12 +563,18 @@ class Reach:
             elif isinstance(value, type):
                 if not _is_installed(value.__module__):
                     self._class(value, mask, depth + 1)
-            elif isinstance(value, (FunctionType, functools.partial, MethodType)) or hasattr(value, "__wrapped__"):
-                self._callable(getattr(value, "__wrapped__", value), name, mask, depth + 1)
-                if name in stored:
-                    self._name(module, space.get("__name__", ""), name, True, mask, depth)
-            elif not name.startswith("__"):
-                self._name(module, space.get("__name__", ""), name, name in stored, mask, depth)
+            else:
+                with self._as_read(reads_of(code, name), value, mask, depth):
+                    self._global(module, space.get("__name__", ""), name, name in stored, mask, depth)
+
+    def _global(self, module: Any, where: str, name: str, is_set: bool, mask: int, depth: int) -> None:
+        value = vars(module).get(name, _MISSING)
+        if isinstance(value, (FunctionType, functools.partial, MethodType)) or hasattr(value, "__wrapped__"):
+            self._callable(getattr(value, "__wrapped__", value), name, mask, depth + 1)
+            if is_set:
+                self._name(module, where, name, True, mask, depth)
+        elif not name.startswith("__"):
+            self._name(module, where, name, is_set, mask, depth)
 
     def _attributes_of_module(self, module: ModuleType, names: tuple[str, ...], mask: int, depth: int) -> None:
         """What is read of another Python module of the user's, as in `settings.RATE`."""
@@ -501,11 +588,8 @@ class Reach:
                 self._name(module, module.__name__, name, False, mask, depth)
 
     def _cell(self, cell: CellType, name: str, is_set: bool, mask: int, depth: int) -> None:
-        try:
-            if isinstance(cell.cell_contents, type):  # __class__, for super()
-                return
-        except ValueError:
-            pass
+        if isinstance(_content(cell), type):  # __class__, for super()
+            return
         self._enter(cell, CellPlace, name, name, mask, depth)
         place = self.places[id(cell)]
         place.may_change = place.may_change or is_set
@@ -516,6 +600,13 @@ class _Space:
 
     def __init__(self, space: dict[str, Any]) -> None:
         self.__dict__ = space
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not yet set
+        return _MISSING
 
 
 def _is_comparable(value: Any) -> bool:
@@ -529,20 +620,6 @@ def _functions_of(found: Any) -> Iterator[FunctionType]:
     for one in (found.fget, found.fset) if isinstance(found, property) else (getattr(found, "func", found),):
         if isinstance(one, FunctionType):
             yield one
-
-
-@functools.cache
-def names_in(code: CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
-    """Global and attribute names that code and functions inside of it use; globals and outer names that they set."""
-    loaded, stored = dict.fromkeys(code.co_names), set()
-    if not _STORES.isdisjoint(code.co_code[::2]):
-        stored = {one.argval for one in dis.get_instructions(code) if one.opcode in _STORES}
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            inner, inner_stored = names_in(constant)
-            loaded |= dict.fromkeys(inner)
-            stored |= inner_stored
-    return tuple(loaded), frozenset(stored)
 
 
 def _is_foreign(module: str) -> bool:

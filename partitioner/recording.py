@@ -24,7 +24,7 @@ from partitioner.errors import UnsupportedModelError
 from partitioner.logbook import Arguments, Encoder, is_sendable, sizes, version
 from partitioner.restore import modes, random_states
 from partitioner.structures import map_tensors, tensors_in
-from partitioner.tracing import HOST_READS, RETURNED, Watcher, in_transform, may_draw, watching
+from partitioner.tracing import HOST_READS, RETURNED, Watcher, hook_name, in_transform, may_draw, watching
 
 ROOT = "(whole model)"
 """Layer id of a model that cannot be opened at all."""
@@ -45,8 +45,8 @@ class Node:
     children: list[int] = field(default_factory=list)
     whole: str = ""
     """Why it must not be opened; empty where it may."""
-    hooks: set[Any] = field(default_factory=set)
-    """What tells its forward hooks from others."""
+    hooks: set[str] = field(default_factory=set)
+    """Its forward hooks by name."""
     given: set[int] = field(default_factory=set)
     """Objects and containers among its arguments, by their ids: what it changes of them is told to later stages."""
     collected: list[int] = field(default_factory=list)
@@ -126,7 +126,7 @@ class Recording:
     outside: dict[str, Outside] = field(default_factory=dict)
     """What it changed outside of the model, in globals and the like."""
     order: list[str] = field(default_factory=list)
-    collecting: set[Any] = field(default_factory=set)
+    collecting: set[str] = field(default_factory=set)
     """Hooks that kept tensors for later."""
     decisions: list[int] = field(default_factory=list)
     """Calls in which values that not every rank has were brought to Python, or Python's random numbers were drawn."""
@@ -541,7 +541,7 @@ class _Recorder(Watcher):
             return
 
         def watched(hook: Callable[..., Any]) -> Callable[..., Any]:
-            key = getattr(hook, "__code__", type(hook))
+            key = hook_name(hook)
             node.hooks.add(key)
 
             def call(module: nn.Module, *given: Any) -> Any:

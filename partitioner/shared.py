@@ -56,9 +56,9 @@ class SharedState:
         for name, mask in self._readers.items():
             module = self._modules.get(name.rpartition(".")[0])
             if module is not None:
-                self._reach.places[id(module)].mask |= mask
+                self._reach.places[id(module)].widen(mask)
         for place in self._reach.places.values():
-            place.mask |= self._readers.get(place.attribute, 0)
+            place.widen(self._readers.get(place.attribute, 0))
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         self._own, self._own_names = tensors, {id(tensor): name for name, tensor in tensors.items()}
         self._objects = [place.owner for place in self._reach.places.values()]
@@ -91,7 +91,9 @@ class SharedState:
             change = Change(place, key, before, now)
             if early:
                 place.put(key, before)
-            elif self._stage and self._readers.get(place.name_of(key), place.mask) & ((1 << self._stage) - 1):
+                continue
+            readers = self._readers.get(place.name_of(key), place.readers_of(key))
+            if readers & ((1 << self._stage) - 1):
                 raise UnsupportedModelError(self._refusal(change, "the forward", 0))
 
     def mark(self) -> None:
@@ -213,7 +215,7 @@ class SharedState:
             return 0
         if isinstance(change.place, BufferPlace) and name in self._buffers:
             return self._buffers[name]
-        return self._readers.get(name, change.place.mask)
+        return self._readers.get(name, change.place.readers_of(change.key))
 
     def _follow(self, changes: Sequence[Change]) -> None:
         """Look from now on at what came into places too."""
@@ -227,7 +229,7 @@ class SharedState:
         places = list(self._reach.places.values())
         for place in places[self._num_known :]:
             self._by_label.setdefault((place.kind, place.name), place)
-            if place.may_change and place.mask & (place.mask - 1):
+            if place.may_change and place.is_shared:
                 self._watched.append(Watched(place))
         self._num_known = len(places)
 

@@ -116,6 +116,14 @@ class AddedHook(NamedTuple):
                 hooks.pop(self.number, None)
 
 
+def hook_name(hook: Any) -> str:
+    """What a hook is called on every rank: by the function behind it, or its class."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    named = hook if hasattr(hook, "__qualname__") else type(hook)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
 Failure = TypeVar("Failure", bound=Exception)
 
 

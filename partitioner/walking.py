@@ -25,7 +25,7 @@ from partitioner.recording import ROOT, storage_of
 from partitioner.restore import random_marks, random_states, set_random_states
 from partitioner.standins import StandIn, exchange, unrecorded
 from partitioner.structures import tensors_in
-from partitioner.tracing import HOST_READS, AddedHook, Watcher, in_transform, may_draw, unwatched
+from partitioner.tracing import HOST_READS, AddedHook, Watcher, hook_name, in_transform, may_draw, unwatched
 
 ALSO_CALLED = {
     "lt": "gt",
@@ -419,6 +419,8 @@ class Walk(Watcher):
         """Let hooks that keep tensors for later keep these; the module itself ran on an earlier stage."""
         with unwatched():
             for number, hook in list(module._forward_hooks.items()):
+                if self.part.collecting and hook_name(hook) not in self.part.collecting:
+                    continue
                 if number in module._forward_hooks_with_kwargs:
                     hook(module, args, kwargs, result)
                 else:

@@ -46,6 +46,7 @@ def profile_of(captured: Capture, dtype: str = "float32") -> Profile:
         dynamic=captured.dynamic,
         opened=captured.opened,
         fire_hooks=captured.fire_hooks,
+        collecting=captured.collecting,
         device="a desk",
         device_kind="cpu",
         provenance="given",

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+from collections import defaultdict
+from typing import Any
+
 import pytest
+import torch
+from models import Case
 from odd_late_models import IN_THE_PROCESS, LATE, LATE_CALLS, marked, reset
 from plans import plan_of
 from rank_pool import RankPool, RanksFailed
 from side_by_side import difference, possible_cuts, run_cut, run_whole, split, stage_models
+from torch import nn
 
 from partitioner.capture import capture
 from partitioner.errors import UnsupportedModelError
@@ -78,3 +85,85 @@ def test_what_is_kept_outside_of_the_model_is_looked_after_on_ranks(ranks: RankP
     reset()
     for found in ranks.run(2, losses_on_a_rank, plan, name):
         assert found == pytest.approx(expected, rel=1e-6)
+
+
+class Collector:
+    """What people write to look at activations."""
+
+    def __init__(self) -> None:
+        self.on, self.calls = True, 0
+        self.outputs: dict[int, list[torch.Tensor]] = defaultdict(list)
+
+    def keep(self, module: nn.Module, args: object, output: torch.Tensor) -> None:
+        self.calls += 1
+        if self.on:
+            self.outputs[id(module)].append(output.detach())
+
+
+def logging_hooks(log: list[float], seen: dict[str, torch.Tensor], collector: Collector) -> list[Any]:
+    """Hooks that write into what all layers have in common, and read none of it."""
+    count = 0
+
+    def norm(module: nn.Module, args: object, output: torch.Tensor) -> None:
+        nonlocal count
+        count += 1
+        log.append(float(output.detach().norm()))
+
+    def last(module: nn.Module, args: object, output: torch.Tensor) -> None:
+        seen[type(module).__name__] = output
+
+    def by_default(module: nn.Module, args: object, output: torch.Tensor, into: list[float] = log) -> None:
+        into.append(0.0)
+
+    def own(module: nn.Module, args: object, output: torch.Tensor) -> None:
+        own.shapes.append(output.shape)  # type: ignore[attr-defined]
+
+    own.shapes = []  # type: ignore[attr-defined]
+    return [norm, last, by_default, own, collector.keep, functools.partial(_filed, seen)]
+
+
+def _filed(seen: dict[str, torch.Tensor], module: nn.Module, args: object, output: torch.Tensor) -> None:
+    seen[f"{id(module)}"] = output
+
+
+class ScaledByLength(nn.Module):
+    """Reads what hooks append to."""
+
+    def __init__(self, log: list[float]) -> None:
+        super().__init__()
+        self.log = log
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (1 + len(self.log))
+
+
+def hooked(scaled: bool = False) -> tuple[Case, list[float]]:
+    torch.manual_seed(0)
+    log: list[float] = []
+    layers = [nn.Linear(8, 8) for _ in range(4)]
+    model = nn.Sequential(ScaledByLength(log) if scaled else nn.Identity(), *layers)
+    collector, seen = Collector(), dict[str, torch.Tensor]()
+    for layer in layers:
+        for hook in logging_hooks(log, seen, collector):
+            layer.register_forward_hook(hook)
+    return Case(model, (torch.randn(4, 8),), loss_fn=lambda output, target: output.square().mean()), log
+
+
+def test_hooks_may_write_into_what_nothing_reads() -> None:
+    case, log = hooked()
+    captured = capture(case.model, case.args, max_share=0.0)
+    assert len(possible_cuts(captured)) == 4
+    stage_of = split(captured, possible_cuts(captured)[1:3])
+    models = [hooked()[0].model for _ in range(3)]  # hooks of their own, as ranks have
+    log.clear()
+    for step in range(3):
+        assert difference(run_whole(case, model=case.model), run_cut(case, captured, stage_of, step, models))[0] < 1e-6
+    assert len(log) == 3 * 2 * 4
+
+
+def test_what_a_layer_reads_hooks_of_later_stages_may_not_write() -> None:
+    case, _ = hooked(scaled=True)
+    captured = capture(case.model, case.args, max_share=0.0)
+    stage_of = split(captured, ["2"])
+    with pytest.raises(UnsupportedModelError, match=r"layer 2 .* of stage 1 changes '0.log' .* stage 0 reaches too"):
+        run_cut(case, captured, stage_of, models=[hooked(scaled=True)[0].model for _ in range(2)])
