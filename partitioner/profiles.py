@@ -130,7 +130,7 @@ class Tensor(Frozen):
 class Parameter(Frozen):
     """One parameter, tied or not: `names` are all its names, the model's first one first."""
 
-    names: tuple[str, ...]
+    names: Annotated[tuple[str, ...], Field(min_length=1)]
     shape: tuple[Annotated[int, Field(ge=0)], ...]
     dtype: str
     bytes: Bytes
@@ -144,7 +144,7 @@ class Parameter(Frozen):
 class Buffer(Frozen):
     """One buffer under all its names. It lives on the stages of the layers that use it."""
 
-    names: tuple[str, ...]
+    names: Annotated[tuple[str, ...], Field(min_length=1)]
     bytes: Bytes
     layers: Annotated[tuple[str, ...], Field(min_length=1)]
 
@@ -204,7 +204,7 @@ class Profile(Shown, Frozen):
     """What a stage's forward takes beyond its layers, a micro-batch: the way to its first layer, and its log."""
     step_s: tuple[Seconds, ...] = ()
     """Forward + backward of the unsliced model, beside `microbatch_sizes`; empty where it was not run."""
-    unattributed_s: tuple[float, ...] = ()
+    unattributed_s: tuple[Annotated[float, Field(allow_inf_nan=False)], ...] = ()
     """`step_s` less the sum over layers."""
     batch_dim: int = 0
     device: str
@@ -224,6 +224,8 @@ class Profile(Shown, Frozen):
         ids = [layer.id for layer in self.layers]
         if len(set(ids)) != len(ids):
             raise ValueError("two layers have the same id")
+        if list(self.microbatch_sizes) != sorted(set(self.microbatch_sizes)):
+            raise ValueError(f"microbatch_sizes must ascend, got {self.microbatch_sizes}")
         place = {layer_id: k for k, layer_id in enumerate(ids)}
         for layer in self.layers:
             if tuple(cost.samples for cost in layer.costs) != self.microbatch_sizes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import re
 import tomllib
@@ -105,18 +106,20 @@ def parse_bytes(text: int | float | str) -> int:
     return parse_bytes(float(found[1]) * _UNITS.get(found[2], _UNITS.get(found[2].upper(), 1)))
 
 
-def format_bytes(num_bytes: float) -> str:
-    """A size for people, in 1024-based units.
+def format_bytes(num_bytes: float, *, up: bool = False) -> str:
+    """A size for people, in 1024-based units. up: never less than it is, for what is to be enough.
 
-    >>> format_bytes(1536), format_bytes(70 * 2**30)
-    ('1.5 KiB', '70.0 GiB')
+    >>> format_bytes(1536), format_bytes(70 * 2**30), format_bytes(3000), format_bytes(3000, up=True)
+    ('1.5 KiB', '70.0 GiB', '2.9 KiB', '3.0 KiB')
     """
     value = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        digits = 0 if unit == "B" else 1
+        shown = math.ceil(value * 10**digits) / 10**digits if up else value
+        if abs(shown) < 1024:
+            break
         value /= 1024
-    return f"{value:.1f} TiB"
+    return f"{shown:.{digits}f} {unit}"
 
 
 class Device(Given):

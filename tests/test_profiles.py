@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,14 @@ def changed(**fields: Any) -> str:
     return json.dumps(json.loads(given_profile().model_dump_json()) | fields)
 
 
+def twice() -> str:
+    """A file whose every layer is measured twice at one size."""
+    data = json.loads(given_profile().model_dump_json())
+    for layer in data["layers"]:
+        layer["costs"] = layer["costs"][1:] * 2
+    return json.dumps(data | {"microbatch_sizes": [2, 2]})
+
+
 @pytest.mark.parametrize(
     ("text", "field"),
     [
@@ -103,6 +112,9 @@ def changed(**fields: Any) -> str:
         (changed(step_s=["long"]), r"step_s\.0"),
         (changed(microbatch_sizes=[1, 3]), "block.0: its costs are not at the sizes"),
         (changed(device_kind="tpu"), "device_kind"),
+        (changed(unattributed_s=[math.nan, 0.0]), r"unattributed_s\.0"),
+        (changed(buffers=[{"names": [], "bytes": 4, "layers": ["block.0"]}]), r"buffers\.0\.names"),
+        (twice(), r"microbatch_sizes must ascend, got \(2, 2\)"),
     ],
 )
 def test_a_file_that_is_no_profile_is_refused_by_the_field(tmp_path: Path, text: str, field: str) -> None:

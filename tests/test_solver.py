@@ -29,7 +29,7 @@ from partitioner.solver.problem import Problem
 from partitioner.solver.settings import Setting, divisors, mesh_levels
 from partitioner.solver.settings import settings as every_setting
 from partitioner.solver.starts import stage_starts
-from partitioner.specs import Link, Training
+from partitioner.specs import Link, Training, parse_bytes
 
 FAST = Link.of(1e-5, 1e11)
 SLOW = Link.of(1e-6, 1e9)
@@ -128,6 +128,10 @@ def test_the_ways_out_that_an_error_names_do_fit():
     solve(profile, cluster(5, memory_bytes=4_000), Training(batch_size=4))
     with pytest.raises(InfeasibleError):
         solve(profile, cluster(4, memory_bytes=4_000), Training(batch_size=4))
+    with pytest.raises(InfeasibleError) as e:
+        solve(profile, cluster(2, memory_bytes=1_500), Training(batch_size=4, recompute="never"))
+    enough = parse_bytes(str(e.value).rpartition("devices with ")[2].removesuffix("."))
+    solve(profile, cluster(2, memory_bytes=enough), Training(batch_size=4, recompute="never"))
     with pytest.raises(InfeasibleError, match="batch_size=2"):
         solve(profile, cluster(1, memory_bytes=13_300), Training(batch_size=4, microbatches=1))
     solve(profile, cluster(1, memory_bytes=13_300), Training(batch_size=2, microbatches=1))

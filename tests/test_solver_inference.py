@@ -137,7 +137,7 @@ def test_what_does_not_fit_is_named_with_the_bytes_short_and_the_fewest_devices_
     with pytest.raises(InfeasibleError) as e:
         solve(profile, cluster(2, memory_bytes=2100), training)
     assert "stage 0 (0 to 2) needs 2.9 KiB of 2.1 KiB (weights 2.9 KiB), 900 B too much" in str(e.value)
-    assert "What fits: 3 such devices or devices with 2.9 KiB" in str(e.value)
+    assert "What fits: 3 such devices or devices with 3.0 KiB" in str(e.value)
     assert solve(profile, cluster(3, memory_bytes=2100), training).num_stages == 3
     assert solve(profile, cluster(2, memory_bytes=3000), training).num_stages == 2
     with pytest.raises(InfeasibleError, match="layer 0, alone on stage 0, needs 1000 B of 900 B"):
@@ -171,7 +171,9 @@ def test_the_fewest_devices_and_the_memory_that_an_error_names_are_those(seed: i
         return
     with pytest.raises(InfeasibleError) as e:
         solve(profile, cluster(fewest - 1, memory_bytes=limit), training)
-    assert f"What fits: {fewest} such devices or devices with {format_bytes(largest(fewest - 1))}" in str(e.value)
+    assert f"What fits: {fewest} such devices or devices with {format_bytes(largest(fewest - 1), up=True)}" in str(
+        e.value
+    )
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)

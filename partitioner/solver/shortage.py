@@ -191,7 +191,7 @@ def more_memory(cluster: Cluster, training: Training, needed: float) -> str:
     least = min(device.memory_bytes for device in cluster.devices)
     if training.memory_limit_bytes is not None and training.memory_limit_bytes < needed <= least:
         return f"memory_limit='{math.ceil(needed / 2**20)}MiB'"
-    return f"devices with {format_bytes(needed)}"
+    return f"devices with {format_bytes(needed, up=True)}"
 
 
 def with_devices(cluster: Cluster, count: int) -> Cluster:
