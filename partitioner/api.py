@@ -127,8 +127,6 @@ def partition(
         )
         with shown(progress) as tell:
             if profile is None:
-                if trace_dir is not None:
-                    notes.append("layers were timed under torch.profiler (trace_dir): about 1 us longer an operator")
                 measured = measure(
                     model,
                     inputs,

@@ -117,6 +117,13 @@ def _check_optimizer(optimizer: Any) -> None:
         raise ArgumentError(f"optimizer={optimizer!r} is unknown; use {_listed(tuple(OPTIMIZER_BYTES))} or bytes")
 
 
+def check_timed_optimizer(optimizer: Any) -> None:
+    """Refuse an optimizer whose step a profile cannot hold: one that is not known by name."""
+    known = (*OPTIMIZER_BYTES, "none")
+    if optimizer not in (*known, "adafactor"):
+        raise ArgumentError(f"optimizer={optimizer!r} is unknown; use {_listed(known)}")
+
+
 def _check_count(name: str, value: Any) -> None:
     if value is None or (value == "auto" and name == "microbatches"):
         return

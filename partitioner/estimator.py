@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from partitioner.arguments import check_timed_optimizer
 from partitioner.capture import Capture, capture
 from partitioner.kernels import record_work
 from partitioner.losses import LossFunction
@@ -57,6 +58,7 @@ def estimate(
     two or more.
     Each layer's spread is the error band of the constants, times its seconds.
     """
+    check_timed_optimizer(optimizer)
     model = unwrap(model)
     args, kwargs = as_call(example_inputs)
     cutter = Cutter(batch_dim)

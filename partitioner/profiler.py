@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from partitioner.arguments import check_timed_optimizer
 from partitioner.capture import FATES, Capture, CapturedLayer, CapturedTensor, capture, copied, fate
 from partitioner.errors import ArgumentError, NotBuiltError, SetupError, UnsupportedModelError, expect
 from partitioner.joining import base_name
@@ -35,7 +36,6 @@ from partitioner.progress import Progress, shown
 from partitioner.recording import storage_of
 from partitioner.restore import ModelState, random_states, set_random_states, untouched
 from partitioner.slicing import Slice, SliceRun
-from partitioner.specs import OPTIMIZER_BYTES
 from partitioner.structures import map_tensors, tensors_in
 from partitioner.surveying import alone, inseparable, survey
 from partitioner.tracing import unwrap
@@ -92,8 +92,7 @@ def profile(
         raise ArgumentError(f"num_threads={threads!r} is impossible: give 1 or more")
     if not max_share > 0:
         raise ArgumentError(f"max_share={max_share} lets no layer be: give the largest share of the work, above 0 to 1")
-    if optimizer not in (*OPTIMIZER_BYTES, "adafactor", "none"):
-        raise ArgumentError(f"optimizer={optimizer!r} is unknown; use {', '.join(OPTIMIZER_BYTES)}, or none")
+    check_timed_optimizer(optimizer)
     whole = MicroBatch(args, kwargs, example_target, batch)
     fails = explained(model, [whole, *cut], loss_fn, batch_dim)
     with fails, shown(progress) as tell, _threads(threads), untouched(model):
@@ -147,6 +146,7 @@ def profile(
         num_threads=threads,
         torch_version=torch.__version__,
         provenance="measured",
+        traced=traces is not None,
     )
 
 

@@ -214,6 +214,8 @@ class Profile(Shown, Frozen):
     torch_version: str = ""
     provenance: Literal["measured", "estimated", "given"]
     """`given`: costs written by hand or taken from a table."""
+    traced: bool = False
+    """Whether torch.profiler recorded the timed runs, which takes about a microsecond an operator."""
     fingerprint: str = ""
     """Hash over parameter and buffer names, shapes and dtypes."""
     call_digest: str = ""

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from partitioner.errors import expect
+
 Progress = Callable[[str, float], None]
 """Told what is being done, and the share of the work that is done, 0 to 1."""
 
@@ -26,7 +28,9 @@ def shown(progress: bool | Progress | None) -> Iterator[Progress]:
     """
     if callable(progress):
         yield progress
-    elif progress is False or (progress is None and not sys.stderr.isatty()):
+        return
+    expect("progress", progress, (bool, type(None)), "True, False, None, or a function of what is done and its share")
+    if progress is False or (progress is None and not sys.stderr.isatty()):
         yield lambda what, share: None
     else:
         bar = _Bar()

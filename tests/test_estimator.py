@@ -83,6 +83,13 @@ def test_an_unknown_device_is_refused_with_those_that_are_known() -> None:
         estimate(small(), torch.zeros(8, 64), device="H1000")
 
 
+def test_an_unknown_optimizer_is_refused_with_those_that_are_known() -> None:
+    for optimizer in ("lion", 8):
+        with pytest.raises(ArgumentError, match=f"optimizer={optimizer!r} is unknown; use 'sgd', .*'none'"):
+            estimate(small(), torch.zeros(8, 64), optimizer=optimizer)  # type: ignore[arg-type]
+    assert estimate(small(), torch.zeros(8, 64), optimizer="none").optimizer_s == 0
+
+
 def test_work_of_layers_adds_up_to_the_model_whatever_the_layers() -> None:
     model, inputs = small(), torch.zeros(8, 64)
     fine, coarse = (estimate_work(model, inputs, max_share=share) for share in (0.01, 2.0))

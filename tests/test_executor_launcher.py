@@ -140,6 +140,8 @@ def test_errors_about_arguments_come_back_as_they_are() -> None:
         launch(refuse, 0)
     with pytest.raises(ArgumentError, match="at least 1, got '2'"):
         launch(refuse, "2")  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="fn=None is a NoneType: give a function that every rank calls"):
+        launch(None, 1)  # type: ignore[arg-type]
 
 
 def test_a_rank_that_raises_is_named_with_stage_micro_batch_and_layer(tmp_path: Path) -> None:

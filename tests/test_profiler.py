@@ -21,6 +21,8 @@ from partitioner.microbatches import Cutter
 from partitioner.profiler import profile
 from partitioner.profiles import Profile
 from partitioner.slicing import Slice
+from partitioner.solver import solve
+from partitioner.specs import Cluster, Training
 from partitioner.structures import tensors_in
 
 
@@ -190,6 +192,18 @@ def test_a_trace_names_every_layer(tmp_path: Path) -> None:
     for layer in measured.values():
         for way in ("forward", "backward"):
             assert any(name.startswith(f"nn.Module: {way} {layer} (2 samples") for name in names)
+
+
+def test_a_plan_from_traced_seconds_says_so(tmp_path: Path) -> None:
+    cluster = Cluster.parse("2xH100")
+    model = quiet(lambda: build("tied"))
+    for folder, said in ((tmp_path, 1), (None, 0)):
+        found = profiled(model, trace_dir=folder, microbatch_sizes=[2], whole_step=False)
+        assert found.traced is (folder is not None)
+        assert str(found).count("timed under torch.profiler") == said
+        for objective in ("train", "throughput"):
+            plan = solve(found, cluster, Training(batch_size=4, objective=objective))
+            assert sum("timed under torch.profiler" in why for why in plan.why) == said
 
 
 def test_sizes_that_the_batch_does_not_have_are_refused() -> None:

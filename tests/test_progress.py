@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import threading
 import time
+from typing import Any
 
 import pytest
 from given import given_cluster, given_profile
 
 from partitioner import progress
+from partitioner.errors import ArgumentError
 from partitioner.progress import left_s, portion, shown
 from partitioner.solver import solve
 from partitioner.specs import Training
@@ -45,6 +47,12 @@ def test_long_work_shows_a_bar_on_stderr_with_the_time_left(
     assert "measuring [layers]" in text
     assert "25%" in text and "50%" in text
     assert re.search(r"about [01] s left", text)
+
+
+@pytest.mark.parametrize("choice", [3, 0, "yes", ()])
+def test_what_is_neither_a_choice_nor_a_function_is_refused(choice: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"progress=.* give True, False, None, or a function"), shown(choice):
+        pass
 
 
 def test_nothing_is_shown_where_stderr_is_no_terminal(

@@ -24,7 +24,7 @@ from typing import IO, Any
 import cloudpickle
 import torch.distributed as dist
 
-from partitioner.errors import ArgumentError, PartitionerError, RankError
+from partitioner.errors import ArgumentError, PartitionerError, RankError, expect
 from partitioner.plan import Plan
 
 POLL_S = 0.02
@@ -43,6 +43,7 @@ def launch(fn: Callable[..., Any], ranks: Plan | int, *args: Any) -> list[Any]:
     An error of this package is raised as it is, any other failure as a RankError with the rank's traceback in its
     notes; all ranks have ended then. Interrupting this process ends them, too.
     """
+    expect("fn", fn, Callable, "a function that every rank calls")  # type: ignore[arg-type]
     num_ranks = ranks.num_ranks if isinstance(ranks, Plan) else ranks
     if type(num_ranks) is not int or num_ranks < 1:
         raise ArgumentError(f"launch needs a plan or a number of ranks of at least 1, got {ranks!r}")

@@ -37,12 +37,16 @@ def plan_page(plan: Plan) -> Page:
     return plan_parts.page(plan)
 
 
+def _recorded(profile: Profile) -> str:
+    return ", timed under torch.profiler" if profile.traced else ""
+
+
 @page_of.register
 def profile_page(profile: Profile) -> Page:
     last = [layer.costs[-1] for layer in profile.layers]
     num_bytes = sum(parameter.bytes for parameter in profile.parameters)
     facts = [
-        ("costs", f"{profile.provenance} on {profile.device}, {profile.dtype}"),
+        ("costs", f"{profile.provenance} on {profile.device}, {profile.dtype}{_recorded(profile)}"),
         ("micro-batch sizes", ", ".join(map(str, profile.microbatch_sizes))),
         ("parameters", f"{len(profile.parameters)} tensors, {format_bytes(num_bytes)}"),
         ("buffers", format_bytes(profile.buffer_bytes + sum(buffer.bytes for buffer in profile.buffers))),

@@ -9,6 +9,7 @@ import numpy as np
 from partitioner.graph import CostGraph
 from partitioner.memory import memory_limit
 from partitioner.plan import Prediction
+from partitioner.profiles import Profile
 from partitioner.solver.chain import cheapest_split, smallest_bottleneck
 from partitioner.solver.problem import CLOSE, Found, Problem
 from partitioner.solver.search import Searched
@@ -234,9 +235,7 @@ def _pins(found: Found, free: Found | None) -> list[str]:
 
 def _assumptions(found: Found, prediction: Prediction) -> list[str]:
     graph, cluster, training = found.problem.graph, found.problem.cluster, found.problem.training
-    profile, said = graph.profile, []
-    if profile.provenance != "measured":
-        said.append(f"layer costs are {profile.provenance}, not measured on {profile.device}")
+    said = about_costs(graph.profile)
     if not prediction.single_device_fits:
         smallest = min(memory_limit(device, training) for device in cluster.devices)
         said.append(
@@ -261,6 +260,16 @@ def _assumptions(found: Found, prediction: Prediction) -> list[str]:
     sources = sorted({link.source for link in (cluster.intra, cluster.inter) if link.source})
     if sources:
         said.append(f"link figures: {'; '.join(sources)}")
+    return said
+
+
+def about_costs(profile: Profile) -> list[str]:
+    """What to know of a profile's seconds before believing a plan made from them."""
+    said = []
+    if profile.provenance != "measured":
+        said.append(f"layer costs are {profile.provenance}, not measured on {profile.device}")
+    if profile.traced:
+        said.append("layers were timed under torch.profiler (trace_dir): about 1 us longer an operator")
     return said
 
 

@@ -20,6 +20,7 @@ from partitioner.plan import Alternative, LostEfficiency, MemoryItems, Plan, Pre
 from partitioner.simulator import forward_clock
 from partitioner.solver.arrangement import arranged
 from partitioner.solver.evaluate import link_times
+from partitioner.solver.explain import about_costs
 from partitioner.solver.layout import AnyLayout, Devices, Layout, Site
 from partitioner.solver.settings import check_request, divisors, numbered, pinned_positions
 from partitioner.solver.shortage import more_memory, told, with_devices
@@ -487,9 +488,7 @@ def _reasons(found: Found, prediction: Prediction, unfit: list[Case]) -> tuple[s
     used, there = case.num_stages * case.num_replicas, case.cluster.num_devices
     if used < there:
         said.append(f"{used} of {there} devices are used: more would not make it faster")
-    if graph.profile.provenance != "measured":
-        said.append(f"layer costs are {graph.profile.provenance}, not measured on {graph.profile.device}")
-    return tuple(said)
+    return (*said, *about_costs(graph.profile))
 
 
 def _shortage(graph: CostGraph, cluster: Cluster, training: Training) -> str:
