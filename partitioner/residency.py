@@ -6,6 +6,8 @@
     during F, B, I, W   what the layer at work needs beside that
     during sync         a bucket of gradients; replicas of a whole model hold theirs all the time
 
+Of inference there are weights and buffers, and during F what was received and what the layer at work needs.
+
 The moments are those of a Timeline, predicted or measured. What `memory.stage_memory` says of a stage is this peak, and
 with it the bucket of replicas, which is needed at another time.
 """
@@ -22,7 +24,7 @@ from numpy.typing import NDArray
 
 from partitioner.errors import ArgumentError
 from partitioner.graph import CostGraph
-from partitioner.memory import Spread, interval_memory, overhead_bytes
+from partitioner.memory import Spread, inference_memory, interval_memory, overhead_bytes
 from partitioner.plan import MemoryItems, Plan
 from partitioner.timeline import COMPUTE, Span, Timeline
 
@@ -109,6 +111,8 @@ class _StageBytes:
         first = graph.position[plan.stages[stage].layers[0]]
         last = first + len(plan.stages[stage].layers)
         samples = plan.training.batch_size / (plan.num_replicas * plan.num_microbatches)
+        if not _trains(plan):
+            return cls.of_forwards(graph, first, last, samples)
         own = plan.stages[stage]
         spread = Spread(dp=plan.num_replicas, shard=own.shard, recompute="always" if own.recompute else "never")
         none, one = (
@@ -136,6 +140,22 @@ class _StageBytes:
             bucket=bucket,
         )
 
+    @classmethod
+    def of_forwards(cls, graph: CostGraph, first: int, last: int, samples: float) -> _StageBytes:
+        """Of forward passes alone: no gradients, no optimizer, nothing kept for a backward."""
+        items = {name: float(value) for name, value in inference_memory(graph, first, last, samples=samples).items()}
+        return cls(
+            always={name: items[name] for name in ("weights", "buffers")},
+            microbatch={"received": items["received"]},
+            gradients_s_way=0.0,
+            working=items["workspace"],
+            bucket=0.0,
+        )
+
+
+def _trains(plan: Plan) -> bool:
+    return plan.training.objective == "train"
+
 
 def _of_rank(plan: Plan, rank: int, figures: list[_StageBytes], spans: list[Span], trains: bool) -> Residency:
     own = [stage.index for stage in plan.stages if rank in stage.ranks]
@@ -144,7 +164,8 @@ def _of_rank(plan: Plan, rank: int, figures: list[_StageBytes], spans: list[Span
         for name, value in figures[stage].always.items():
             now[name] += value
     now["buffers"] -= plan.profile.buffer_bytes * (len(own) - 1)  # once a rank, not once a stage
-    now["overhead"] = overhead_bytes(plan.device_of(rank), *plan.mesh.values())
+    axes = plan.mesh.values() if _trains(plan) else (plan.num_stages,)  # replicas of inference send each other nothing
+    now["overhead"] = overhead_bytes(plan.device_of(rank), *axes)
     if plan.num_stages == 1:
         now["buckets"] = figures[0].bucket
     rows, times, about = [tuple(now.values())], [min((span.start_s for span in spans), default=0.0)], [None]

@@ -17,6 +17,7 @@ from partitioner.plan import Plan, Stage
 from partitioner.residency import residency
 from partitioner.schedule import placement
 from partitioner.simulator import predict, replay, simulate
+from partitioner.solver import solve
 from partitioner.specs import SCHEDULES, Link, Training
 
 LINK = Link.of(0.01, 1e4)
@@ -203,6 +204,22 @@ def test_a_stage_that_recomputes_holds_inputs_and_one_layer_at_a_time():
     assert after.peak.workspace == 2 * 10 + 10 + 300
     assert after.peak_span is not None
     assert simulate(again).step_s > simulate(plain).step_s
+
+
+@pytest.mark.parametrize("objective", ["throughput", "latency"])
+def test_inference_holds_what_its_plan_says(objective):
+    bare = cluster(4, link=LINK, overhead_bytes=7)
+    devices = bare.model_copy(
+        update={"devices": tuple(one.model_copy(update={"communicator_bytes": 5}) for one in bare.devices)}
+    )
+    profile = chain([1.0, 2, 1, 3, 1], tensor_bytes=[2, 3, 4, 5, 6], parameter_bytes=100, saved_bytes=[8, 3, 9, 1, 7])
+    for pp, dp in ((1, 4), (2, 2), (4, 1)):
+        training = Training(batch_size=8, objective=objective, mesh={"pp": pp, "dp": dp})
+        plan = solve(profile, devices, training)
+        for one in residency(plan, simulate(plan)):
+            stage = next(stage.index for stage in plan.stages if one.rank in stage.ranks)
+            told = plan.prediction.stages[stage].memory
+            assert one.peak == told
 
 
 def test_a_timeline_of_another_plan_is_refused():
