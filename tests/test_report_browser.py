@@ -18,6 +18,7 @@ from partitioner.simulator import simulate
 from partitioner.timeline import Span
 
 PLAN = drawn_plan(num_skips=4, memory_bytes=2**30)
+PLAN = PLAN.model_copy(update={"why": (*PLAN.why, f"link figures: measured, https://example.org/{'0123456789' * 8}")})
 TIMELINE = simulate(PLAN)
 
 Open = Callable[..., Any]
