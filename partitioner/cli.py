@@ -326,13 +326,11 @@ def _plain(thing: Any) -> Any:
 
 def _print(text: str, exit_code: int) -> int:
     """Print a result; a reader that went away, as `head` does, is no error."""
+    encoding = sys.stdout.encoding or "ascii"
     try:
-        print(text, flush=True)
+        print(text.encode(encoding, "replace").decode(encoding), flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except UnicodeEncodeError:
-        encoding = sys.stdout.encoding or "ascii"
-        print(text.encode(encoding, "replace").decode(encoding), flush=True)
     return exit_code
 
 

@@ -608,7 +608,9 @@ def test_doctor_tells_what_is_here(run: Any) -> None:
     assert all(finding["ok"] for finding in found.values())
 
 
-def test_a_reader_that_goes_away_is_no_error(plan_file: str) -> None:
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_a_reader_that_goes_away_is_no_error(plan_file: str, encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", encoding)
     command = f"{sys.executable} -m partitioner.cli show {plan_file} | head -n 1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
