@@ -16,8 +16,8 @@ step of numpy. A round is a column of the schedule's grid, so there are about as
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -93,8 +93,8 @@ class Way(NamedTuple):
 def ways_of(replica: Replica, rank_of: Sequence[int]) -> list[Way]:
     """Both ways of all transfers. From one rank to another there is one wire."""
     wires: dict[tuple[int, int], int] = {}
-    sent: Counter[tuple[int, str]] = Counter()
-    received: Counter[tuple[int, str]] = Counter()
+    sent: dict[tuple[int, str], int] = {}
+    received: dict[tuple[int, str], int] = {}
     ways = []
     for one in replica.transfers:
         for source, target, kind, seconds in (
@@ -102,27 +102,29 @@ def ways_of(replica: Replica, rank_of: Sequence[int]) -> list[Way]:
             (one.target, one.source, "I", one.backward_s),
         ):
             wire = wires.setdefault((rank_of[source], rank_of[target]), len(wires))
-            ways.append(Way(source, target, kind, seconds, wire, sent[source, kind], received[target, kind]))
-            sent[source, kind] += 1
-            received[target, kind] += 1
+            out, into = sent.get((source, kind), 0), received.get((target, kind), 0)
+            ways.append(Way(source, target, kind, seconds, wire, out, into))
+            sent[source, kind], received[target, kind] = out + 1, into + 1
     return ways
 
 
-def wires_bind(ways: Sequence[Way], least_s: Callable[[int, str], float]) -> bool:
+def wires_bind(ways: Sequence[Way], least_s: Mapping[str, Sequence[float]]) -> bool:
     """Whether a message can find its wire taken.
 
-    Not where none takes longer than any action that sends over the same wire (`least_s` of a stage and F or I), and no
+    Not where none takes longer than any action that sends over the same wire (`least_s` of F or I, by stage), and no
     action sends two over one: it has then arrived before the next is made.
     """
-    on_wire: dict[int, list[Way]] = {}
-    for way in ways:
-        on_wire.setdefault(way.wire, []).append(way)
-    for some in on_wire.values():
-        longest = max(way.seconds for way in some)
-        twice = len({(way.source, way.kind) for way in some}) < len(some)
-        if longest > 0 and (twice or longest > min(least_s(way.source, way.kind) for way in some)):
-            return True
-    return False
+    longest: dict[int, float] = {}
+    least: dict[int, float] = {}
+    senders: set[tuple[int, int, str]] = set()
+    twice: set[int] = set()
+    for source, _, kind, seconds, wire, _, _ in ways:
+        longest[wire] = max(seconds, longest.get(wire, 0.0))
+        least[wire] = min(least_s[kind][source], least.get(wire, math.inf))
+        if (wire, source, kind) in senders:
+            twice.add(wire)
+        senders.add((wire, source, kind))
+    return any(most > 0 and (wire in twice or most > least[wire]) for wire, most in longest.items())
 
 
 @dataclass(frozen=True)
@@ -270,8 +272,8 @@ class _Walk:
         self.num_cells = count * self.m
         ran = np.full(self.past + 1, np.inf)
         ran[self.codes] = self.seconds[self.codes]
-        least = {"F": ran[0::4], "I": np.minimum(ran[1 : self.past : 4], ran[2 : self.past : 4])}
-        self.wires_bind = self.overlap and wires_bind(self.ways, lambda stage, kind: float(least[kind][stage]))
+        least = {"F": ran[0::4].tolist(), "I": np.minimum(ran[1 : self.past : 4], ran[2 : self.past : 4]).tolist()}
+        self.wires_bind = self.overlap and wires_bind(self.ways, least)
         self.into, self.out = _by_turn(into, count), _by_turn(out, count + 2)
         self.into[0][self.past] = count + 1
         num_wires = 1 + max((way.wire for way in self.ways), default=-1)

@@ -106,7 +106,7 @@ class _Passes:
         """F by stage, then B or I by stage, then nothing."""
         codes[cells["F"]] = np.arange(len(ranks))[:, None]
         codes[cells["I"]] = np.arange(len(ranks), none)[:, None]
-        self.codes = codes
+        self.codes = codes.reshape(shape)
         self.took = np.append(np.concatenate(seconds[:2]), 0.0)[codes].reshape(shape)
         self.behind: Floats = np.zeros(shape)
         if rounds.weight is not None:
@@ -116,8 +116,7 @@ class _Passes:
             self.took += self.behind
 
         ways = ways_of(replica, ranks.tolist())
-        sends = dict(zip("FI", seconds, strict=False))
-        self.binds = overlap and wires_bind(ways, lambda stage, kind: float(sends[kind][stage]))
+        self.binds = overlap and wires_bind(ways, {"F": seconds[0].tolist(), "I": seconds[1].tolist()})
         self.waits = any(way.seconds > 0 for way in ways)
         self.num_wires = 1 + max((way.wire for way in ways), default=-1)
         self.num_out = 1 + max((way.out for way in ways), default=0)
@@ -125,37 +124,46 @@ class _Passes:
         self.always = self.num_out * self.p
         way_out, wire = np.zeros((self.num_out, none + 1)), np.full((self.num_out, none + 1), self.num_wires)
         way_in, place = np.zeros((self.num_in, none + 1)), np.full((self.num_in, none + 1), self.always)
-        ago = np.ones((self.num_in, count), np.int64)
         for way in ways:
             more = len(ranks) * (way.kind == "I")
             way_out[way.out, way.source + more], wire[way.out, way.source + more] = way.seconds, way.wire
             way_in[way.into, way.target + more] = way.seconds
             place[way.into, way.target + more] = way.out * self.p + ranks[way.source]
+        received = []
+        """Of F and I, by turn: the stages that receive, and how many rounds ago it was made, by micro-batch."""
         for kind, level in levels.items():
             for into in range(self.num_in):
                 some = [(way.source, way.target) for way in ways if (way.kind, way.into) == (kind, into)]
                 source, target = np.array(some, np.int64).reshape(-1, 2).T
-                ago[into, cells[kind][target]] = level[target] - level[source]
-        by_round = ago.reshape(self.num_in, *shape).max(axis=(0, 2))
-        self.back = int(by_round.max())
+                received.append((kind, into, target, level[target] - level[source]))
+        self.back = max(1, *(int(ago.max(initial=1)) for *_, ago in received))
+        width = self.always + 1
+        places = np.full((self.num_in, count), (self.back - 1) * width + self.always)
+        for kind, into, target, ago in received:
+            column = place[into, target + len(ranks) * (kind == "I")]
+            places[into, cells[kind][target]] = (self.back - ago) * width + column[:, None]
+        self.places = places.reshape(self.num_in, *shape)
+        """In the last `back` rounds of `_State.arrived`, one after the other."""
+        by_round = self.back - self.places.min(axis=(0, 2)) // width
         self.looks_back: Ints = np.maximum.accumulate(by_round[::-1])[::-1]
         """[rounds] how far each and those after it look back at most."""
 
         def by_cell(turns: NDArray[Any], needed: bool = True) -> NDArray[Any]:
             return turns.take(codes if needed else codes[:0], axis=1).reshape(len(turns), -1, self.p)
 
-        at = by_cell(place)
-        ago = ago.reshape((self.num_in, *shape))
-        self.places = (self.back - ago) * (self.always + 1) + at
-        """In the last `back` rounds of `_State.arrived`, one after the other."""
-        self.made_at = (self.back - ago) * self.p + at % self.p if self.binds else ago[:, :0]
-        self.real = at < self.always if self.binds or not overlap else ago[:, :0]
+        before, at = divmod(self.places if self.binds or not overlap else self.places[:, :0], width)
+        self.made_at, self.real = before * self.p + at % self.p, at < self.always
         self.wire, self.way_out = by_cell(wire, self.binds), by_cell(way_out, self.binds)
         self.way_in = by_cell(way_in, self.waits or not overlap)
-        self.shift = np.broadcast_to(-self.behind, (self.num_out, *shape))
-        if overlap and self.waits and not self.binds:
-            self.shift = self.shift + by_cell(way_out)
-        self.waited = np.zeros(shape)
+        late = overlap and self.waits and not self.binds
+        self.shift = by_cell(way_out, late)
+        """From the end of an action, with the W behind it, until what it sends is there; no rounds where that is 0."""
+        if not late and (self.binds or self.num_out > 1 or rounds.weight is not None):
+            self.shift = np.zeros((self.num_out, *shape))
+        if rounds.weight is not None:
+            self.shift -= self.behind
+        self.waited = np.zeros(none + 1)
+        """Seconds by code."""
         self._took, self._places, self._shift = list(self.took), _rows(self.places), _rows(self.shift)
         self._buffers: _Buffers | None = None
 
@@ -177,7 +185,7 @@ class _Passes:
         return StepTimes(
             rank_end_s=state.free,
             busy_s=self.busy_s,
-            waited_s=self._by_stage(self.waited),
+            waited_s=self.waited[:-1].reshape(2, -1).sum(axis=0),
             finished=self.rounds.finished,
             walked=(walked + self.height - at) / (self.height + left_out),
         )
@@ -199,33 +207,30 @@ class _Passes:
             left -= skipped * repetitions
             if some.waited is not None:
                 again = some.waited[-repetitions * window.length :].reshape(repetitions, window.length, self.p)
-                self.waited[first:after] += skipped * again.sum(axis=0)
+                self._add_waits(slice(first, after), skipped * again.sum(axis=0))
         return state, walked
 
-    def _by_stage(self, seconds: Floats) -> Floats:
-        """[stages] the sum of what is given by round and rank."""
-        if not self.waits:
-            return np.zeros(len(self.busy_s))
-        sums = np.bincount(self.codes, seconds.ravel(), 2 * len(self.busy_s) + 1)
-        total: Floats = sums[:-1].reshape(2, -1).sum(axis=0)
-        return total
+    def _add_waits(self, one: slice, seconds: Floats) -> None:
+        """[rounds, ranks] to what is waited for in the actions of these rounds."""
+        self.waited += np.bincount(self.codes[one].ravel(), seconds.ravel(), len(self.waited))
 
     def _advance(self, state: _State, first: int, after: int, times: int = 1) -> _Stretch:
         """The rounds from `first` until `after`, so many times."""
         count, back, p = (after - first) * times, self.back, self.p
         one = slice(first, after)
         shifted = self.binds or self.num_out > 1 or bool(self.shift[:, one].any())
-        if self._buffers is None or (len(self._buffers.views), self._buffers.shifted) != (count, shifted):
-            self._buffers = _Buffers.of(count, back, p, self.num_out, shifted)
-        arrived, ends, _, views, end_rows, out = self._buffers
+        if self._buffers is None or self._buffers.shifted != shifted or len(self._buffers.views) < count:
+            self._buffers = None  # its memory serves again
+            self._buffers = _Buffers.of(count, back, p, self.num_out, shifted, self.waits)
+        arrived, ends, starts, views, end_rows, start_rows, out = self._buffers.of_rounds(count, back)
         arrived[:back], arrived[:, -1], ends[0] = state.arrived, -np.inf, state.free
         took, places = self._took[one] * times, [turn[one] * times for turn in self._places]
         shift = [turn[one] * times for turn in self._shift] if shifted else []
         wires = state.wires.copy()
         if self.overlap and self.num_in == 1 and not shifted:
-            _plain(end_rows, views, places[0], took)
+            _plain(end_rows, start_rows, views, places[0], took)
         elif self.overlap and self.num_in == self.num_out == 1 and not self.binds:
-            _shifted(end_rows, views, places[0], took, shift[0], out[0])
+            _shifted(end_rows, start_rows, views, places[0], took, shift[0], out[0])
         else:
             ways_in, ways_out, over = (
                 [turn[one] * times for turn in _rows(turns)] for turns in (self.way_in, self.way_out, self.wire)
@@ -250,8 +255,13 @@ class _Passes:
             made = np.concatenate([made, (ends[1:].reshape(times, -1, p) - self.behind[one]).reshape(count, p)])
         waited = None
         if self.waits:
-            waited = self._waited(one, times, ends[:-1], arrived, made)
-            self.waited[one] += waited.reshape(times, -1, p).sum(axis=0)
+            if self.overlap and self.num_in == 1 and not self.binds:
+                # A rank waits for its only message until it starts, but not before it was sent.
+                waits = np.subtract(starts, ends[:-1], out=starts).reshape(times, -1, p)
+                waited = np.minimum(waits, self.way_in[0, one], out=waits).reshape(count, p)
+            else:
+                waited = self._waited(one, times, ends[:-1], arrived, made)
+            self._add_waits(one, waited.reshape(times, -1, p).sum(axis=0) if times > 1 else waited)
         state = _State(ends[-1].copy(), arrived[count:], made[len(made) - len(state.made) :], wires)
         return _Stretch(state, ends, arrived, waited, self.binds)
 
@@ -285,41 +295,61 @@ def _rows(turns: NDArray[Any]) -> list[list[NDArray[Any]]]:
 
 
 class _Buffers(NamedTuple):
-    """Where some rounds write to, and the rows of it, which take as long to make as a round."""
+    """Where some rounds write to, and the rows of it, which take as long to make as a round. Fewer use a part."""
 
+    shifted: bool
     arrived: Floats
     """[rounds looked back at + rounds, places]"""
     ends: Floats
     """[1 + rounds, ranks]; where messages are there at once, a part of `arrived`."""
-    shifted: bool
+    starts: Floats
+    """[rounds, ranks]; one row for all rounds where nobody asks for them."""
     views: list[Floats]
     """By round, what it can look back at."""
     end_rows: list[Floats]
+    start_rows: list[Floats]
     out: list[list[Floats]]
     """By turn and round, where what is sent comes in."""
 
     @classmethod
-    def of(cls, count: int, back: int, p: int, num_out: int, shifted: bool) -> _Buffers:
+    def of(cls, count: int, back: int, p: int, num_out: int, shifted: bool, waits: bool) -> _Buffers:
         width = num_out * p + 1
         arrived = np.empty((back + count, width))
         ends = np.empty((1 + count, p)) if shifted else arrived[back - 1 :, :p]
+        starts = np.empty((count if waits else 1, p))
         views = list(as_strided(arrived, (count, back * width), (8 * width, 8)))
+        start_rows = list(starts) if waits else [starts[0]] * count
         out = [list(arrived[back:, d * p : (d + 1) * p]) for d in range(num_out)] if shifted else []
-        return cls(arrived, ends, shifted, views, list(ends), out)
+        return cls(shifted, arrived, ends, starts, views, list(ends), start_rows, out)
+
+    def of_rounds(self, count: int, back: int) -> tuple[Any, ...]:
+        """All but `shifted`, for so many rounds."""
+        return (
+            self.arrived[: back + count],
+            self.ends[: 1 + count],
+            self.starts[:count],
+            self.views[:count],
+            self.end_rows[: 1 + count],
+            self.start_rows[:count],
+            [turn[:count] for turn in self.out],
+        )
 
 
-def _plain(ends: list[Floats], views: list[Floats], places: list[Ints], took: list[Floats]) -> None:
+def _plain(
+    ends: list[Floats], starts: list[Floats], views: list[Floats], places: list[Ints], took: list[Floats]
+) -> None:
     """Rounds where what a rank sends is there when its action ends. Most time is spent here: nothing is allocated."""
-    last, arrives, maximum, add = ends[0], np.empty_like(ends[0]), np.maximum, np.add
-    for view, place, seconds, end in zip(views, places, took, ends[1:], strict=True):
-        view.take(place, None, arrives, "clip")
-        maximum(last, arrives, out=arrives)
-        add(arrives, seconds, end)
+    last, maximum, add = ends[0], np.maximum, np.add
+    for view, place, seconds, start, end in zip(views, places, took, starts, ends[1:], strict=True):
+        view.take(place, None, start, "clip")
+        maximum(last, start, out=start)
+        add(start, seconds, end)
         last = end
 
 
 def _shifted(
     ends: list[Floats],
+    starts: list[Floats],
     views: list[Floats],
     places: list[Ints],
     took: list[Floats],
@@ -327,11 +357,13 @@ def _shifted(
     out: list[Floats],
 ) -> None:
     """Rounds where it is there so much later, or earlier, than that."""
-    last, arrives, maximum, add = ends[0], np.empty_like(ends[0]), np.maximum, np.add
-    for view, place, seconds, more, end, come in zip(views, places, took, shift, ends[1:], out, strict=True):
-        view.take(place, None, arrives, "clip")
-        maximum(last, arrives, out=arrives)
-        add(arrives, seconds, end)
+    last, maximum, add = ends[0], np.maximum, np.add
+    for view, place, seconds, more, start, end, come in zip(
+        views, places, took, shift, starts, ends[1:], out, strict=True
+    ):
+        view.take(place, None, start, "clip")
+        maximum(last, start, out=start)
+        add(start, seconds, end)
         add(end, more, come)
         last = end
 

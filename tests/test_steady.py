@@ -59,3 +59,11 @@ def test_times_that_do_not_settle_are_run_to_the_end():
     step = step_times("gpipe", replica, 1000)
     assert step.walked == 1.0
     assert step.rank_end_s.max() == pytest.approx(1.0 + 3.0 * 1000 + 1.0 + 2.0 * 1000)
+
+
+def test_a_rank_waits_while_its_message_travels_and_idles_before():
+    """0.5 s for the first forward and 0.25 s for the first gradient; all others come while the rank is at work."""
+    replica = Replica((StageCost(1.0, 2.0),) * 2, (Transfer(0, 1, 0.5, 0.25),))
+    step = step_times("gpipe", replica, 1000)
+    assert step.walked < 0.2
+    np.testing.assert_allclose(step.waited_s, [0.25, 0.5])
