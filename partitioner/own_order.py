@@ -32,12 +32,10 @@ def best_order(plan: Plan, *, barrier: bool = True) -> Ordered:
     micro-batch of each of its stages.
     """
     graph = CostGraph.from_profile(plan.profile)
-    names = [name for name in SPLIT_BACKWARD if _arranged(name, plan) == plan.placement]
     return _search(
         graph,
         plan.cluster,
         plan.training,
-        names,
         plan.placement,
         num_microbatches=plan.num_microbatches,
         cuts=[graph.position[stage.layers[0]] for stage in plan.stages[1:]],
@@ -72,7 +70,6 @@ def faster_order(
             graph,
             cluster,
             training,
-            [schedule],
             placement(schedule, num_stages, num_places),
             num_microbatches=num_microbatches,
             cuts=cuts,
@@ -96,7 +93,6 @@ def _search(
     graph: CostGraph,
     cluster: Cluster,
     training: Training,
-    textbook: Sequence[ScheduleName],
     places: Sequence[int],
     *,
     num_microbatches: int,
@@ -105,7 +101,10 @@ def _search(
     recompute: Sequence[bool],
     barrier: bool = True,
 ) -> Ordered:
-    """`search_order` for the slowest replica, with what the memory of every replica's devices has room for."""
+    """`search_order` for the slowest replica, with what the memory of every replica's devices has room for.
+
+    Textbook orders of every schedule with its stages at these places are among those tried.
+    """
     num_places, num_replicas, num_stages = 1 + max(places), len(devices[0]), len(places)
     samples = training.batch_size / (num_replicas * num_microbatches)
     limits, held = [math.inf] * num_places, []
@@ -137,13 +136,17 @@ def _search(
     )
     slowest = max(replicas, key=lambda one: sum(stage.forward_s + stage.backward_s for stage in one.stages))
     room = Room(tuple(limits), tuple(held))
-    own = [build_schedule(name, num_stages, num_microbatches, num_ranks=num_places) for name in textbook]
-    return search_order(slowest, places, num_microbatches, room, textbook=own, barrier=barrier)
+    textbook = [
+        build_schedule(name, num_stages, num_microbatches, num_ranks=num_places)
+        for name in SPLIT_BACKWARD
+        if _arranged(name, num_stages, num_places) == tuple(places)
+    ]
+    return search_order(slowest, places, num_microbatches, room, textbook=textbook, barrier=barrier)
 
 
-def _arranged(name: ScheduleName, plan: Plan) -> tuple[int, ...] | None:
+def _arranged(name: ScheduleName, num_stages: int, num_places: int) -> tuple[int, ...] | None:
     """Where the schedule has as many stages on as many ranks; None: it cannot have them."""
     try:
-        return placement(name, plan.num_stages, plan.mesh["pp"])
+        return placement(name, num_stages, num_places)
     except ArgumentError:
         return None
