@@ -156,7 +156,9 @@ class Plan(ShownPlan, Frozen):
     """By rank, the device of the cluster that it sits on. Left out: rank i on device i."""
     prediction: Prediction
     lower_bound_s: Seconds
-    """No plan of this search space has a smaller step_s + optimizer_s."""
+    """No plan of this search space, which has the schedule's own order of actions, has a smaller step_s + optimizer_s.
+    Where `orders` were searched, others may be faster: of them no bound is known, and this is at most the plan's own.
+    """
     runners_up: tuple[Alternative, ...] = ()
     why: tuple[str, ...] = ()
     """What binds, and what was assumed, one sentence each."""
@@ -285,7 +287,7 @@ class Plan(ShownPlan, Frozen):
 
     @property
     def gap(self) -> float:
-        """(step + optimizer) / lower bound - 1: 0 is proven optimal."""
+        """(step + optimizer) / lower bound - 1: 0 is proven optimal, but not of plans with `orders` of their own."""
         total = self.prediction.step_s + self.prediction.optimizer_s
         return max(0.0, total / self.lower_bound_s - 1) if self.lower_bound_s else 0.0
 

@@ -14,6 +14,7 @@ from partitioner.errors import PartitionerError
 from partitioner.graph import CostGraph
 from partitioner.own_order import best_order
 from partitioner.plan import Plan, load
+from partitioner.report.document import document
 from partitioner.residency import residency
 from partitioner.schedule import build_schedule, schedule_table
 from partitioner.simulator import simulate
@@ -57,6 +58,9 @@ def test_a_plan_has_the_order_found_where_it_is_faster_than_the_schedules_own(sc
     assert simulate(plan).step_s == pytest.approx(plan.prediction.step_s)
     check_schedule(plan.actions(), chain_of_stages(plan.num_stages))
     assert "the order of actions was searched" in " ".join(plan.why)
+    assert "not known: the order of actions was searched" in str(plan)
+    page, textbook = document(plan), document(plan.model_copy(update={"orders": None}))
+    assert "proven best" in textbook and "proven best" not in page and "<dd>not known<" in page
     plan.save(tmp_path / "plan.json")
     again = load(tmp_path / "plan.json")
     assert again == plan and again.actions() == plan.actions()

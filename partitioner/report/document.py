@@ -102,14 +102,16 @@ def _why_not_all(plan: Plan) -> str:
 
 def _tiles(plan: Plan) -> str:
     prediction = plan.prediction
-    proven = plan.gap <= SMALL
+    gap = ("none", "proven best") if plan.gap <= SMALL else (percent(plan.gap), "at most above the best")
+    if plan.orders is not None:
+        gap = ("not known", "the order of actions was searched")
     tiles = (
         ("Step", seconds(prediction.step_s), f"+ {seconds(prediction.optimizer_s)} optimizer"),
         ("Throughput", f"{prediction.throughput:,.1f}", "samples a second"),
         ("Speedup", f"{prediction.speedup:.2f} ×", f"one device takes {seconds(prediction.single_device_s)}"),
         ("Efficiency", percent(prediction.efficiency), _why_not_all(plan)),
         ("Bubble", percent(prediction.bubble_fraction), "of the ranks' time is idle"),
-        ("Gap", "none" if proven else percent(plan.gap), "proven best" if proven else "at most above the best"),
+        ("Gap", *gap),
     )
     return (
         "<dl class='tiles'>"

@@ -96,7 +96,9 @@ def summary(plan: Plan) -> tuple[tuple[str, str], ...]:
         ("bubble", percent(prediction.bubble_fraction)),
         (
             "gap",
-            f"{percent(plan.gap)} above the lower bound of {seconds(plan.lower_bound_s)}"
+            "not known: the order of actions was searched, and orders have no lower bound"
+            if plan.orders is not None
+            else f"{percent(plan.gap)} above the lower bound of {seconds(plan.lower_bound_s)}"
             if plan.gap > 5e-4
             else f"none: {seconds(total_s)} is the lower bound of this search space",
         ),
