@@ -120,6 +120,14 @@ def test_a_stage_0_that_cannot_fit_is_named_with_the_bytes_short_and_what_fits()
         solve(profile, cluster(4, memory_bytes=4096), Training(**request, schedule="gpipe"))
 
 
+@pytest.mark.parametrize("mesh", [{"pp": 1, "dp": 4}, {"dp": 4}])
+def test_a_batch_that_cannot_be_halved_over_the_replicas_asked_for_is_no_way_out(mesh):
+    profile = chain([1.0] * 4, parameter_bytes=400, saved_bytes=300)
+    with pytest.raises(InfeasibleError, match=r"does not fit: stage 0 .* What fits: .*devices with") as e:
+        solve(profile, cluster(4, memory_bytes=2_000), Training(batch_size=8, mesh=mesh))
+    assert "batch_size" not in str(e.value)
+
+
 def test_the_ways_out_that_an_error_names_do_fit():
     profile = chain([1.0] * 6, parameter_bytes=400, saved_bytes=300)
     with pytest.raises(InfeasibleError) as e:

@@ -102,6 +102,8 @@ def _leanest(graph: CostGraph, cluster: Cluster, training: Training) -> Iterator
     replicas: dict[int, list[int]] = {}
     for stages, count in sorted(mesh for level in mesh_levels(graph, cluster, training) for mesh in level):
         replicas.setdefault(stages, []).append(count)
+    if not replicas:
+        return  # a smaller batch may not divide by the replicas that are asked for
     most, fewest = max(replicas), min(replicas)
     for stages in sorted(replicas, reverse=True):
         if stages not in (most, fewest) and stages & (stages - 1):
