@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from drawn_plans import drawn_plan
-from given import given_plan
+from drawn_plans import drawn_plan, drawn_profile
+from given import given_cluster, given_plan
 from parsed_html import Parsed
 from test_report_svg import drawn_spans
 
@@ -16,7 +16,8 @@ from partitioner.plan import Alternative, MemoryItems, Plan
 from partitioner.report.document import document, why_slower
 from partitioner.report.wording import percent, seconds
 from partitioner.simulator import predict, simulate
-from partitioner.specs import format_bytes
+from partitioner.solver import solve
+from partitioner.specs import Training, format_bytes
 from partitioner.timeline import Timeline
 
 
@@ -79,6 +80,18 @@ def test_every_layer_is_listed_with_its_stage() -> None:
     plan = drawn_plan()
     (table,) = Parsed(section(document(plan), "layers")).tables
     assert [(row[1], row[3]) for row in table[1:]] == [(name, str(stage)) for name, stage in plan.stage_of().items()]
+
+
+def test_layers_of_inference_are_as_high_as_their_forwards() -> None:
+    profile = drawn_profile(12)
+    training = Training(batch_size=8, objective="throughput", mesh={"pp": 2, "dp": 1})
+    plan = solve(profile, given_cluster(2), training)
+    layers = section(document(plan), "layers")
+    assert "Each layer's forward of" in layers and "backward" not in layers.partition("<details>")[0]
+    heights = [float(found) for found in re.findall(r'class="layer[^>]* height="([\d.]+)"', layers)]
+    times = [layer.cost(plan.microbatch_samples).forward_s for layer in profile.layers]
+    assert [one / max(heights) for one in heights] == pytest.approx([one / max(times) for one in times], abs=0.01)
+    assert "forward, " in plan.plot_graph().axes[0].get_ylabel()
 
 
 def test_a_runner_up_says_what_it_loses_to() -> None:

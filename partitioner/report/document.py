@@ -194,6 +194,8 @@ def _memory(plan: Plan, predicted: Timeline) -> str:
 def _layers(plan: Plan) -> str:
     graph = CostGraph(plan.profile)
     costs, stage_of = graph.at(plan.microbatch_samples), plan.stage_of()
+    trains = plan.training.objective == "train"
+    passes = "forward and backward" if trains else "forward"
     rows = tuple(
         (
             str(k),
@@ -210,9 +212,9 @@ def _layers(plan: Plan) -> str:
     headers = ("#", "layer", "class", "stage", "forward", "backward", "parameters", "saved")
     table = Table(headers, rows, wide=("layer", "class"), caption="Each layer and what it costs a micro-batch")
     samples = count(plan.microbatch_samples, "sample")
-    picture = graph_svg(graph, plan.microbatch_samples, stage_bounds(plan, graph))
+    picture = graph_svg(graph, plan.microbatch_samples, stage_bounds(plan, graph), backward=trains)
     return (
-        f"<p>Each layer's forward and backward of {samples}, in the order in which they run; dotted lines are the "
+        f"<p>Each layer's {passes} of {samples}, in the order in which they run; dotted lines are the "
         f"cuts, arcs are tensors that skip layers.</p>{picture}"
         f"<details><summary>All {count(len(rows), 'layer')} as a table</summary>{block_html(table)}</details>"
     )

@@ -181,7 +181,8 @@ def plot_graph(plan: Plan, *, ax: Axes | None = None) -> Figure:
     """Every layer in its order, as high as the time it takes, coloured by stage; arcs are tensors that skip layers."""
     graph = CostGraph(plan.profile)
     costs = graph.at(plan.microbatch_samples)
-    work = costs.forward_s + costs.backward_s
+    trains = plan.training.objective == "train"
+    work = costs.forward_s + costs.backward_s if trains else costs.forward_s
     scale, unit = _unit(float(work.max()))
     figure, ax = _axes(ax, 4.2 if graph.num_layers <= MOST_NAMES else 3.4)
     stage_of = plan.stage_of()
@@ -206,7 +207,7 @@ def plot_graph(plan: Plan, *, ax: Axes | None = None) -> Figure:
         ax.plot(x, bend, color=SOFT, linewidth=0.8, alpha=0.8)
     ax.set_ylim(-0.1 * top, top * (1.4 if far else 1.08))
     ax.set_xlim(-0.8, graph.num_layers - 0.2)
-    ax.set_ylabel(f"forward + backward, {unit}")
+    ax.set_ylabel(f"forward{' + backward' if trains else ''}, {unit}")
     if graph.num_layers <= MOST_NAMES:
         ax.set_xticks(range(graph.num_layers), graph.ids, rotation=55, ha="right", fontsize=7, rotation_mode="anchor")
     else:

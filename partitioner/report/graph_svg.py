@@ -16,10 +16,15 @@ BARS, MOST_ARCS, MOST_NAMES = 150, 120, 48
 """Height of the slowest layer; how many skips are drawn, the largest first; up to how many layers carry their names."""
 
 
-def graph_svg(graph: CostGraph, samples: float, stages: Sequence[tuple[int, int]] = ()) -> str:
-    """The layers as an <svg> in a frame that scrolls. `stages`: (first, last) layers of each, last one past."""
+def graph_svg(
+    graph: CostGraph, samples: float, stages: Sequence[tuple[int, int]] = (), *, backward: bool = True
+) -> str:
+    """The layers as an <svg> in a frame that scrolls. `stages`: (first, last) layers of each, last one past.
+
+    `backward`: False for inference, of forward passes alone.
+    """
     costs = graph.at(samples)
-    work = (costs.forward_s + costs.backward_s).tolist()
+    work = (costs.forward_s + costs.backward_s if backward else costs.forward_s).tolist()
     slot, peak = INNER / len(work), max(work) or 1.0
     stage_of = [stage for stage, (first, last) in enumerate(stages) for _ in range(first, last)] or [0] * len(work)
     arcs, skips = _arcs(graph, samples, slot)
@@ -34,10 +39,10 @@ def graph_svg(graph: CostGraph, samples: float, stages: Sequence[tuple[int, int]
     for k, name in enumerate(graph.ids):
         height = max(1.0, BARS * work[k] / peak)
         where = f", stage {stage_of[k]}" if stages else ""
-        said = (
-            f"{name}{where}: forward {seconds(float(costs.forward_s[k]))}, "
-            f"backward {seconds(float(costs.backward_s[k]))}, saves {format_bytes(float(costs.saved_bytes[k]))}"
-        )
+        said = f"{name}{where}: forward {seconds(float(costs.forward_s[k]))}"
+        if backward:
+            said += f", backward {seconds(float(costs.backward_s[k]))}"
+            said += f", saves {format_bytes(float(costs.saved_bytes[k]))}"
         parts.append(
             f'<rect class="layer pt-stage-{stage_of[k] % len(STAGES)}" x="{short(LEFT + k * slot)}" '
             f'y="{short(base - height)}" width="{short(max(0.3, slot - gap))}" height="{short(height)}">'
