@@ -24,16 +24,7 @@ from partitioner.graph import CostGraph
 from partitioner.memory import Spread, interval_memory, memory_limit, rank_memory, room_bytes
 from partitioner.plan import MemoryItems
 from partitioner.schedule import in_flight, placement
-from partitioner.specs import (
-    EXECUTED,
-    Device,
-    Precision,
-    Recompute,
-    ScheduleName,
-    Shard,
-    StateBytes,
-    Training,
-)
+from partitioner.specs import EXECUTED, Device, Precision, Recompute, ScheduleName, Shard, StateBytes, Training
 from partitioner.steps import Layout, Planner, StepBreakdown, balanced
 
 SHARDS: tuple[Shard, ...] = ("none", "zero1", "zero2", "zero3")
@@ -54,7 +45,6 @@ class Wish:
 
     mesh: Mapping[str, int] = field(default_factory=dict)
     num_microbatches: int | None = None
-    microbatch: int | None = None
     schedule: ScheduleName | None = None
     recompute: Recompute | None = None
     shard: Shard | None = None
@@ -86,30 +76,10 @@ class Demand:
         return memory_limit(self.device, self.training)
 
 
-class Choice(NamedTuple):
-    """A layout before its cuts."""
-
-    tp: int
-    pp: int
-    dp: int
-    microbatch: int
-    num_microbatches: int
-    schedule: ScheduleName = "1f1b"
-    stages_per_rank: int = 1
-    recompute: Recompute = "never"
-    shard: Shard = "none"
-    sequence_parallel: bool = True
-
-    @property
-    def num_stages(self) -> int:
-        return self.pp * self.stages_per_rank
-
-
 class Candidate(NamedTuple):
-    """A layout with its cuts, its memory and its time."""
+    """A layout, cut, with its memory and its time."""
 
-    choice: Choice
-    cuts: tuple[int, ...]
+    layout: Layout
     memory: tuple[MemoryItems, ...]
     step: StepBreakdown
     over_bytes: int
@@ -174,8 +144,6 @@ class Search:
         sizes = [size for size in _divisors(each) if size >= self.demand.fewest_samples]
         if wish.num_microbatches is not None:
             return [(size, each // size) for size in sizes if each // size == wish.num_microbatches]
-        if wish.microbatch is not None:
-            return [(size, each // size) for size in sizes if size == wish.microbatch]
         if len(sizes) > MOST_MICROBATCHES:
             small = [size for size in sizes if size <= 64]
             step = max(1, math.ceil(len(small) / MOST_MICROBATCHES))
@@ -184,67 +152,53 @@ class Search:
 
     # -- one layout
 
-    def spread(self, choice: Choice) -> Spread:
-        return Spread(
-            tp=choice.tp,
-            sequence_parallel=choice.sequence_parallel and choice.tp > 1,
-            dp=choice.dp,
-            shard=choice.shard,
-            recompute=choice.recompute,
-            state=self.demand.state,
+    def start(self, tp: int, pp: int, dp: int, samples: int, count: int) -> Layout:
+        """The plainest layout of a mesh, cut into stages of equal time."""
+        return self.cut(
+            Layout(
+                tp=tp,
+                pp=pp,
+                dp=dp,
+                microbatch=samples,
+                num_microbatches=count,
+                sequence_parallel=self.wish.sequence_parallel and tp > 1,
+                gradient_bytes=self.demand.state.gradients,
+                per_node=self.demand.per_node,
+            )
         )
 
-    def layout(self, choice: Choice, cuts: tuple[int, ...]) -> Layout:
-        return Layout(
-            tp=choice.tp,
-            pp=choice.pp,
-            dp=choice.dp,
-            microbatch=choice.microbatch,
-            num_microbatches=choice.num_microbatches,
-            schedule=choice.schedule,
-            stages_per_rank=choice.stages_per_rank,
-            recompute=choice.recompute,
-            shard=choice.shard,
-            sequence_parallel=choice.sequence_parallel and choice.tp > 1,
-            cuts=cuts,
-            gradient_bytes=self.demand.state.gradients,
-            per_node=self.demand.per_node,
-        )
-
-    def equal_cuts(self, choice: Choice) -> tuple[int, ...]:
-        """Stages as equal in time as whole layers allow, at cuts that are possible."""
-        key = (choice.tp, choice.microbatch, choice.num_stages)
+    def cut(self, layout: Layout) -> Layout:
+        """With stages as equal in time as whole layers allow, at cuts that are possible."""
+        key = (layout.tp, layout.microbatch, layout.num_stages)
         if key not in self.cuts:
-            work = self.demand.prices.work.at(choice.microbatch)
-            layout = Layout(tp=choice.tp, microbatch=choice.microbatch, sequence_parallel=choice.tp > 1)
-            seconds = [self.demand.prices.layer(layer, layout).total_s for layer in work]
-            allowed = self.demand.graph.allowed_cuts
-            edges = (0, *allowed, len(seconds))
+            edges = (0, *self.demand.graph.allowed_cuts, self.demand.graph.num_layers)
+            seconds = self.layer_seconds(layout)
             parts = [sum(seconds[i:j]) for i, j in pairwise(edges)]
-            self.cuts[key] = tuple(edges[k] for k in balanced(parts, choice.num_stages))
-        return self.cuts[key]
+            self.cuts[key] = tuple(edges[k] for k in balanced(parts, layout.num_stages))
+        return replace(layout, cuts=self.cuts[key])
 
-    def memory(self, choice: Choice, cuts: tuple[int, ...]) -> tuple[MemoryItems, ...]:
+    def layer_seconds(self, layout: Layout) -> list[float]:
+        """What each layer takes of one micro-batch."""
+        plain = Layout(tp=layout.tp, microbatch=layout.microbatch, sequence_parallel=layout.tp > 1)
+        prices = self.demand.prices
+        return [prices.layer(work, plain).total_s for work in prices.work.at(layout.microbatch)]
+
+    def memory(self, layout: Layout) -> tuple[MemoryItems, ...]:
         self.num_considered += 1
         demand = self.demand
-        return rank_memory(
-            demand.graph,
-            demand.training,
-            demand.device,
-            cuts=cuts,
-            schedule=choice.schedule,
-            num_ranks=choice.pp,
-            num_microbatches=choice.num_microbatches,
-            samples=choice.microbatch,
-            spread=self.spread(choice),
-        )
+        return rank_memory(demand.graph, demand.training, demand.device, layout, state=demand.state)
 
     def over(self, memory: tuple[MemoryItems, ...]) -> int:
         return max(items.total for items in memory) - self.demand.limit_bytes
 
-    def candidate(self, choice: Choice, cuts: tuple[int, ...], memory: tuple[MemoryItems, ...]) -> Candidate:
-        step = self.demand.prices.step(self.layout(choice, cuts), optimizer_moved_bytes=self.moved_bytes)
-        return Candidate(choice, cuts, memory, step, self.over(memory))
+    def candidate(self, layout: Layout, memory: tuple[MemoryItems, ...]) -> Candidate:
+        step = self.demand.prices.step(layout, optimizer_moved_bytes=self.moved_bytes)
+        return Candidate(layout, memory, step, self.over(memory))
+
+    def fitting(self, layout: Layout) -> Candidate | None:
+        """Priced; None where it does not fit."""
+        memory = self.memory(layout)
+        return self.candidate(layout, memory) if self.over(memory) <= 0 else None
 
     @property
     def moved_bytes(self) -> float:
@@ -258,15 +212,14 @@ class Search:
         """The best `enough` layouts of all meshes of `num_devices`; `only_fit`: the first that fits will do."""
         before = self.num_considered
         fitting: list[Candidate] = []
-        nearest: list[tuple[int, Choice, tuple[int, ...]]] = []
+        nearest: list[tuple[int, Layout]] = []
         for tp, pp, dp in self.meshes(num_devices):
             each = self.demand.training.batch_size // dp
             for samples, count in self.microbatches(each):
-                start = Choice(tp, pp, dp, samples, count, sequence_parallel=self.wish.sequence_parallel)
+                start = self.start(tp, pp, dp, samples, count)
+                starts = [start]
                 if self.wish.schedule is not None:
                     starts = list(self.with_schedule(start, self.wish.schedule))
-                else:
-                    starts = [start]
                 fit_here = False
                 for one in starts:
                     found, missed = self.least(one)
@@ -277,81 +230,71 @@ class Search:
                         return Found(found, True, self.num_considered - before)
                 if starts and not fit_here:
                     break  # larger micro-batches need more
+        nearest.sort(key=lambda item: item[0])
         if not fitting:
             fitting = self.shifted(nearest)
         if not fitting:
-            short = [
-                self.candidate(choice, cuts, self.memory(choice, cuts))
-                for _, choice, cuts in sorted(nearest, key=lambda item: item[0])[:enough]
-            ]
+            short = [self.candidate(layout, self.memory(layout)) for _, layout in nearest[:enough]]
             return Found(short, False, self.num_considered - before)
         fitting = _ranked(fitting)
         if self.wish.schedule is None:
             fitting = _ranked([*fitting, *(other for one in fitting[:REFINED] for other in self.rescheduled(one))])
         return Found(_various(fitting, enough), True, self.num_considered - before)
 
-    def least(self, start: Choice) -> tuple[list[Candidate], list[tuple[int, Choice, tuple[int, ...]]]]:
+    def least(self, start: Layout) -> tuple[list[Candidate], list[tuple[int, Layout]]]:
         """For each shard level the least recomputation that fits, priced; else what comes nearest to fitting."""
-        cuts = self.equal_cuts(start)
         shards: Sequence[Shard] = SHARDS if start.dp > 1 else SHARDS[:1]
         if self.wish.shard is not None:
             shards = (self.wish.shard,)
         recomputes = RECOMPUTES if self.wish.recompute is None else (self.wish.recompute,)
-        least = start._replace(shard=shards[-1], recompute=recomputes[-1])
-        if (over := self.over(self.memory(least, cuts))) > 0:
-            return [], [(over, least, cuts)]
+        least = replace(start, shard=shards[-1], recompute=recomputes[-1])
+        if (over := self.over(self.memory(least))) > 0:
+            return [], [(over, least)]
         found = []
         for shard in shards:
             for recompute in recomputes:
-                choice = start._replace(shard=shard, recompute=recompute)
-                memory = self.memory(choice, cuts)
-                if self.over(memory) <= 0:
-                    found.append(self.candidate(choice, cuts, memory))
+                one = self.fitting(replace(start, shard=shard, recompute=recompute))
+                if one is not None:
+                    found.append(one)
                     break
         return found, []
 
-    def with_schedule(self, choice: Choice, schedule: ScheduleName) -> Iterator[Choice]:
+    def with_schedule(self, layout: Layout, schedule: ScheduleName) -> Iterator[Layout]:
         """The same under another schedule, with each number of stages a rank that it may have."""
         most = len(self.demand.graph.allowed_cuts) + 1
-        if choice.pp == 1:
-            yield choice._replace(schedule="1f1b" if schedule not in EXECUTED else schedule)
+        if layout.pp == 1:
+            yield replace(layout, schedule="1f1b" if schedule not in EXECUTED else schedule)
             return
         counts = {"interleaved": (2, 4), "zero-bubble-v": (2,)}.get(schedule, (1,))
         for each in counts:
-            even = schedule != "interleaved" or choice.num_microbatches % choice.pp == 0
-            if choice.pp * each <= most and even:
-                yield choice._replace(schedule=schedule, stages_per_rank=each)
+            even = schedule != "interleaved" or layout.num_microbatches % layout.pp == 0
+            if layout.pp * each <= most and even:
+                yield self.cut(replace(layout, schedule=schedule, stages_per_rank=each))
 
     def rescheduled(self, one: Candidate) -> Iterator[Candidate]:
-        for schedule in ("interleaved", "zero-bubble") if one.choice.pp > 1 else ():
-            for choice in self.with_schedule(one.choice, schedule):
-                cuts = self.equal_cuts(choice)
-                memory = self.memory(choice, cuts)
-                if self.over(memory) <= 0:
-                    yield self.candidate(choice, cuts, memory)
+        for schedule in ("interleaved", "zero-bubble") if one.layout.pp > 1 else ():
+            for layout in self.with_schedule(one.layout, schedule):
+                if (other := self.fitting(layout)) is not None:
+                    yield other
 
-    def shifted(self, nearest: list[tuple[int, Choice, tuple[int, ...]]]) -> list[Candidate]:
+    def shifted(self, nearest: list[tuple[int, Layout]]) -> list[Candidate]:
         """Layouts whose stages do not fit when equal in time, cut so that they do: layers move to stages with room."""
         found = []
-        for _, choice, _ in sorted(nearest, key=lambda item: item[0])[:3]:
-            if choice.pp > 1 and choice.stages_per_rank == 1 and (cuts := self.roomy_cuts(choice)) is not None:
-                memory = self.memory(choice, cuts)
-                if self.over(memory) <= 0:
-                    found.append(self.candidate(choice, cuts, memory))
+        for _, layout in nearest[:3]:
+            if layout.pp > 1 and layout.stages_per_rank == 1 and (cuts := self.roomy_cuts(layout)) is not None:
+                one = self.fitting(replace(layout, cuts=cuts))
+                found += [one] if one is not None else []
         return found
 
-    def roomy_cuts(self, choice: Choice) -> tuple[int, ...] | None:
+    def roomy_cuts(self, layout: Layout) -> tuple[int, ...] | None:
         """Of the cuts that fit, those with the least slowest stage: bisected, each try filled from the first stage."""
-        demand = self.demand
-        n, p = demand.graph.num_layers, choice.pp
+        demand, p = self.demand, layout.pp
+        n = demand.graph.num_layers
         allowed = np.array([*demand.graph.allowed_cuts, n])
-        layout = Layout(tp=choice.tp, microbatch=choice.microbatch, sequence_parallel=choice.tp > 1)
-        work = demand.prices.work.at(choice.microbatch)
-        before = np.concatenate([[0.0], np.cumsum([demand.prices.layer(one, layout).total_s for one in work])])
-        room = room_bytes(demand.device, demand.limit_bytes, choice.tp, p, choice.dp)
-        held = [in_flight(choice.schedule, s, p, min(choice.num_microbatches, 4 * p)) for s in range(p)]
-        if choice.schedule == "gpipe":
-            held = [choice.num_microbatches] * p
+        before = np.concatenate([[0.0], np.cumsum(self.layer_seconds(layout))])
+        room = room_bytes(demand.device, demand.limit_bytes, layout.tp, p, layout.dp)
+        held = held_by_stage(layout)
+        spread = Spread.of(layout, demand.state)
 
         def reach(stage: int, first: int, most_s: float) -> int | None:
             ends = allowed[allowed > first]
@@ -363,10 +306,10 @@ class Search:
                 demand.training,
                 first,
                 ends,
-                samples=choice.microbatch,
+                samples=layout.microbatch,
                 held=held[stage],
-                replicated=choice.dp > 1,
-                spread=self.spread(choice),
+                replicated=layout.dp > 1,
+                spread=spread,
             )
             size = sum(np.asarray(value) for value in items.values())
             good = ends[(size + len(items) <= room) & (before[ends] - before[first] <= most_s * (1 + 1e-9))]
@@ -402,14 +345,12 @@ class Search:
             best = min(best, step.step_s / batch)
         return best
 
-    def largest_microbatch(self, choice: Choice) -> int | None:
+    def largest_microbatch(self, layout: Layout) -> int | None:
         """Samples that fit at once on this mesh with the most sharding and recomputation the user allows."""
-        shard = self.wish.shard or ("zero3" if choice.dp > 1 else "none")
-        widest = choice._replace(shard=shard, recompute=self.wish.recompute or "always")
+        widest = self.smallest(self.cut(layout))
 
         def fits(samples: int) -> bool:
-            one = widest._replace(microbatch=samples)
-            return self.over(self.memory(one, self.equal_cuts(choice))) <= 0
+            return self.over(self.memory(replace(widest, microbatch=samples))) <= 0
 
         if not fits(1):
             return None
@@ -420,6 +361,11 @@ class Search:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)
         return low
+
+    def smallest(self, layout: Layout) -> Layout:
+        """With the most sharding and recomputation that the user allows."""
+        shard = self.wish.shard or ("zero3" if layout.dp > 1 else "none")
+        return replace(layout, shard=shard, recompute=self.wish.recompute or "always")
 
     def fewest_devices(self, most: int) -> int | None:
         """The smallest number of these devices on which some layout fits."""
@@ -441,11 +387,11 @@ class Search:
         return kept * (1 + self.demand.device.slack)
 
 
-def held_by_stage(choice: Choice) -> tuple[int, ...]:
+def held_by_stage(layout: Layout) -> tuple[int, ...]:
     """Micro-batches that each stage has in flight at its peak."""
-    p = choice.num_stages
-    count = choice.num_microbatches if choice.schedule == "gpipe" else min(choice.num_microbatches, 4 * p)
-    return tuple(in_flight(choice.schedule, stage, p, count, num_ranks=choice.pp) for stage in range(p))
+    p = layout.num_stages
+    count = layout.num_microbatches if layout.schedule == "gpipe" else min(layout.num_microbatches, 4 * p)
+    return tuple(in_flight(layout.schedule, stage, p, count, num_ranks=layout.pp) for stage in range(p))
 
 
 def check_wish(wish: Wish, demand: Demand, num_devices: int) -> None:
@@ -478,20 +424,21 @@ def check_wish(wish: Wish, demand: Demand, num_devices: int) -> None:
     if wish.schedule is not None and wish.schedule not in EXECUTED and wish.mesh.get("pp", 2) > 1:
         placement(wish.schedule, 2 if wish.schedule in ("interleaved", "zero-bubble-v") else 1, 1)
     if not any(search.microbatches(batch // dp) for _, _, dp in search.meshes(num_devices)):
-        asked = wish.num_microbatches if wish.num_microbatches is not None else wish.microbatch
         fewest = demand.fewest_samples
         if fewest > 1:
             raise ArgumentError(
                 f"a layer refuses to train on one sample (BatchNorm does), and the batch of {batch} leaves less than "
                 f"{fewest} of a micro-batch on every mesh of {num_devices} devices: use a larger batch"
             )
-        if asked is None:
+        if wish.num_microbatches is None:
             raise ArgumentError(
                 f"no mesh of {num_devices} devices divides the batch of {batch} and the model's {most} layers that can "
                 f"be cut apart: use a batch that is a multiple of {num_devices}"
             )
-        name = "micro-batches" if wish.num_microbatches is not None else "samples a micro-batch"
-        raise ArgumentError(f"{asked} {name} do not divide the batch of {batch} on any mesh of {num_devices} devices")
+        raise ArgumentError(
+            f"{wish.num_microbatches} micro-batches do not divide the batch of {batch} on any mesh of {num_devices} "
+            "devices"
+        )
 
 
 def _ranked(candidates: list[Candidate]) -> list[Candidate]:
@@ -504,13 +451,13 @@ def _ranked(candidates: list[Candidate]) -> list[Candidate]:
 
 def _complexity(one: Candidate) -> int:
     """How much of it goes beyond plain replicas and stages."""
-    choice = one.choice
+    layout = one.layout
     return (
-        4 * (choice.tp > 1)
-        + 4 * (choice.schedule not in EXECUTED)
-        + 2 * (choice.recompute != "never")
-        + SHARDS.index(choice.shard)
-        + (choice.pp > 1)
+        4 * (layout.tp > 1)
+        + 4 * (layout.schedule not in EXECUTED)
+        + 2 * (layout.recompute != "never")
+        + SHARDS.index(layout.shard)
+        + (layout.pp > 1)
     )
 
 
@@ -519,7 +466,7 @@ def _various(candidates: list[Candidate], enough: int) -> list[Candidate]:
     seen: dict[tuple[int, int, int], int] = {}
     chosen = []
     for one in candidates:
-        mesh = one.choice[:3]
+        mesh = (one.layout.tp, one.layout.pp, one.layout.dp)
         seen[mesh] = seen.get(mesh, 0) + 1
         if seen[mesh] <= 2:
             chosen.append(one)

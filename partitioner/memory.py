@@ -17,6 +17,7 @@ from partitioner.intervals import IntervalMax, IntervalSum
 from partitioner.plan import MemoryItems
 from partitioner.schedule import build_schedule, in_flight, placement
 from partitioner.specs import Device, Recompute, ScheduleName, Shard, StateBytes, Training
+from partitioner.steps import Layout
 
 BUCKET_BYTES = 25 * 2**20
 """What DistributedDataParallel puts into one gradient bucket by default."""
@@ -126,6 +127,19 @@ class Spread:
     state: StateBytes | None = None
     """None: weights and gradients as the profile has them, the optimizer's state as Training says."""
 
+    @classmethod
+    def of(cls, layout: Layout, state: StateBytes | None, products: float = 1.0) -> Spread:
+        """What of a step's layout divides memory."""
+        return cls(
+            tp=layout.tp,
+            sequence_parallel=layout.sequence_parallel,
+            dp=layout.dp,
+            shard=layout.shard,
+            recompute=layout.recompute,
+            products=products,
+            state=state,
+        )
+
 
 def interval_memory(
     graph: CostGraph,
@@ -199,21 +213,21 @@ def rank_memory(
     graph: CostGraph,
     training: Training,
     device: Device,
+    layout: Layout,
     *,
-    cuts: Sequence[int],
-    schedule: ScheduleName,
-    num_ranks: int,
-    num_microbatches: int,
-    samples: float,
-    spread: Spread,
+    state: StateBytes | None = None,
+    products: float = 1.0,
 ) -> tuple[MemoryItems, ...]:
-    """Bytes that each of a pipeline's `num_ranks` ranks holds at its peak, the allocator's slack included.
+    """Bytes that each of a pipeline's ranks holds at its peak, the allocator's slack included.
 
+    layout: with its cuts. state, products: as of a Spread.
     The stages of one rank hold their micro-batches in flight together, and work one at a time.
     """
-    bounds = graph.bounds(cuts)
-    p = len(bounds)
+    assert layout.cuts is not None, "what a stage holds depends on its cuts"
+    bounds = graph.bounds(layout.cuts)
+    p, num_ranks, schedule = len(bounds), layout.pp, layout.schedule
     first, last = np.array(bounds).T
+    spread = Spread.of(layout, state, products)
 
     def items_of(held: NDArray[np.float64]) -> dict[str, Any]:
         return interval_memory(
@@ -221,14 +235,14 @@ def rank_memory(
             training,
             first,
             last,
-            samples=samples,
+            samples=layout.microbatch,
             held=held,
-            replicated=spread.dp > 1,
+            replicated=layout.dp > 1,
             spread=spread,
         )
 
     # No more than a few micro-batches a stage are ever in flight but under gpipe, where it is all of them.
-    count = num_microbatches if schedule == "gpipe" else min(num_microbatches, 4 * p)
+    count = layout.num_microbatches if schedule == "gpipe" else min(layout.num_microbatches, 4 * p)
     if p == num_ranks:
         held = np.array([in_flight(schedule, stage, p, count) for stage in range(p)], float)
     else:
@@ -238,7 +252,7 @@ def rank_memory(
     items = items_of(held)
     items["buffers"] = items["buffers"] - graph.profile.buffer_bytes * (np.arange(p) >= num_ranks)  # once a rank
     places = np.array(placement(schedule, p, num_ranks))
-    overhead = overhead_bytes(device, spread.tp, num_ranks, spread.dp)
+    overhead = overhead_bytes(device, layout.tp, num_ranks, layout.dp)
     ranks = []
     for rank in range(num_ranks):
         own = places == rank

@@ -178,7 +178,7 @@ def capacity(
         num_considered=found.num_considered,
         fewest_devices=fewest,
         most_devices=most,
-        largest_microbatch=search.largest_microbatch(best.choice),
+        largest_microbatch=search.largest_microbatch(best.layout),
         longest_sequence=length,
         curve=points,
         variations=variations,
@@ -339,23 +339,23 @@ def _factored(shape: tuple[int, ...]) -> int:
 
 
 def _forecast(one: Candidate, demand: Demand, alone_s: float, best: Candidate) -> LayoutForecast:
-    choice, step = one.choice, one.step
+    layout, step = one.layout, one.step
     batch = demand.training.batch_size
-    devices = choice.tp * choice.pp * choice.dp
+    devices = layout.num_devices
     throughput = batch / step.step_s if step.step_s else 0.0
     speedup = throughput * alone_s
     reasons = _not_run(one, demand)
     return LayoutForecast(
-        mesh={"tp": choice.tp, "pp": choice.pp, "dp": choice.dp},
-        schedule=choice.schedule,
-        stages_per_rank=choice.stages_per_rank,
-        microbatch_samples=choice.microbatch,
-        num_microbatches=choice.num_microbatches,
-        recompute=choice.recompute,
-        shard=choice.shard,
-        sequence_parallel=choice.sequence_parallel and choice.tp > 1,
-        cuts=one.cuts,
-        in_flight=held_by_stage(choice),
+        mesh={"tp": layout.tp, "pp": layout.pp, "dp": layout.dp},
+        schedule=layout.schedule,
+        stages_per_rank=layout.stages_per_rank,
+        microbatch_samples=int(layout.microbatch),
+        num_microbatches=layout.num_microbatches,
+        recompute=layout.recompute,
+        shard=layout.shard,
+        sequence_parallel=layout.sequence_parallel,
+        cuts=layout.cuts or (),
+        in_flight=held_by_stage(layout),
         memory=one.memory,
         limit_bytes=demand.limit_bytes,
         step_s=step.step_s,
@@ -428,12 +428,12 @@ def _compared(one: Candidate, best: Candidate) -> str:
 
 def _not_run(one: Candidate, demand: Demand) -> tuple[str, ...]:
     """What of it the executor refuses, in its own words."""
-    choice = one.choice
+    layout = one.layout
     own = demand.graph.profile
-    asked: list[dict[str, Any]] = [{"mesh": {"tp": choice.tp, "pp": choice.pp, "dp": choice.dp}}]
-    if choice.pp > 1:
-        asked.append({"schedule": choice.schedule})
-    asked += [{"recompute": choice.recompute}, {"shard": choice.shard}]
+    asked: list[dict[str, Any]] = [{"mesh": {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp}}]
+    if layout.pp > 1:
+        asked.append({"schedule": layout.schedule})
+    asked += [{"recompute": layout.recompute}, {"shard": layout.shard}]
     if demand.precision.endswith("-mixed") or demand.precision != _precision_of(own):
         asked.append({"precision": demand.precision})
     reasons = []
@@ -528,7 +528,7 @@ def _longest(study: Study, asked: _Asked, best: Candidate, tell: Progress) -> in
     """The longest sequence, in steps of an eighth of its power of two, of which one sample fits on the best mesh."""
     if study.length is None:
         raise ArgumentError("the inputs have no length to change: say which dimension it is with sequence_dim")
-    choice = best.choice
+    layout = best.layout
 
     def fits(length: int) -> bool:
         tell(f"trying a sequence of {length:,}", 0.9)
@@ -537,12 +537,8 @@ def _longest(study: Study, asked: _Asked, best: Candidate, tell: Progress) -> in
         except PartitionerError:
             return False
         search = Search(demand, asked.wish)
-        least = choice._replace(
-            microbatch=1,
-            shard=asked.shard or ("zero3" if choice.dp > 1 else "none"),
-            recompute=asked.recompute or "always",
-        )
-        return search.over(search.memory(least, search.equal_cuts(least))) <= 0
+        least = search.cut(replace(search.smallest(layout), microbatch=1))
+        return search.over(search.memory(least)) <= 0
 
     low, high = 0, study.length
     while high < 2**24 and fits(high):
@@ -568,7 +564,7 @@ def _no_layout(asked: _Asked, demand: Demand) -> str:
 
 
 def _why(asked: _Asked, demand: Demand, best: Candidate, found: Found) -> tuple[str, ...]:
-    choice = best.choice
+    layout = best.layout
     said = []
     if found.fits:
         parts = {name: getattr(_parts(best), name) for name in StepParts.model_fields if name != "compute_s"}
@@ -584,8 +580,8 @@ def _why(asked: _Asked, demand: Demand, best: Candidate, found: Found) -> tuple[
             f"{asked.precision}: weights and activations in 16 bits, the optimizer keeps a copy of the weights and its "
             "state in 32"
         )
-    if choice.tp > 1:
-        whole = "divided by the sequence" if choice.sequence_parallel else "whole on each rank"
+    if layout.tp > 1:
+        whole = "divided by the sequence" if layout.sequence_parallel else "whole on each rank"
         said.append(
             f"tensor parallelism splits weights by columns, then rows; what it leaves whole is {whole}; heads and "
             "features are assumed to divide"

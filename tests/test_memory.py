@@ -123,8 +123,9 @@ def test_the_limit_is_the_device_unless_the_user_sets_a_lower_one():
 
 
 def test_stages_of_one_rank_are_counted_at_its_peak_not_each_at_its_own():
-    from partitioner.memory import Spread, rank_memory
+    from partitioner.memory import rank_memory
     from partitioner.schedule import build_schedule
+    from partitioner.steps import Layout
 
     profile = chain([1.0] * 6, saved_bytes=[10, 20, 30, 40, 50, 60])
     training = Training(batch_size=12, optimizer_bytes=0)
@@ -132,12 +133,7 @@ def test_stages_of_one_rank_are_counted_at_its_peak_not_each_at_its_own():
         CostGraph(profile),
         training,
         DEVICE,
-        cuts=(1, 2, 3, 4, 5),
-        schedule="interleaved",
-        num_ranks=3,
-        num_microbatches=12,
-        samples=1,
-        spread=Spread(),
+        Layout(pp=3, stages_per_rank=2, cuts=(1, 2, 3, 4, 5), num_microbatches=12, schedule="interleaved"),
     )
     saved = (10, 20, 30, 40, 50, 60)
     for rank, order in enumerate(build_schedule("interleaved", 6, 12, num_ranks=3)):

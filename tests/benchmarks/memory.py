@@ -28,9 +28,9 @@ from torch import nn
 
 from partitioner.errors import PartitionerError
 from partitioner.graph import CostGraph
-from partitioner.memory import Spread, rank_memory
+from partitioner.memory import rank_memory
 from partitioner.plan import MemoryItems
-from partitioner.specs import Device, ScheduleName, StateBytes, Training, known_device, state_bytes
+from partitioner.specs import Device, Recompute, ScheduleName, StateBytes, Training, known_device, state_bytes
 from partitioner.steps import planner
 from partitioner.study import Study
 
@@ -182,34 +182,28 @@ class Counter:
         layout = run.layout
         graph = self.graph(run.dims, parallel_loss=run.source == "torchtitan" and layout.tp > 1)
         first_block = next(k for k, name in enumerate(graph.ids) if name.startswith("blocks."))
-        cuts = tuple(cut + first_block - 1 for cut in layout.cuts or ())
+        layout = replace(
+            layout,
+            cuts=tuple(cut + first_block - 1 for cut in layout.cuts or ()),
+            schedule=schedule_of(row),
+            recompute=recompute_of(row),
+        )
         device = known_device(run.device)[0]
         memory = rank_memory(
             graph,
             Training(batch_size=1, optimizer_bytes=0),
             device,
-            cuts=cuts,
-            schedule=schedule_of(row),
-            num_ranks=layout.pp,
-            num_microbatches=layout.num_microbatches,
-            samples=layout.microbatch,
-            spread=Spread(
-                tp=layout.tp,
-                sequence_parallel=layout.sequence_parallel,
-                dp=layout.dp,
-                shard=layout.shard,
-                recompute={"none": "never", "selective": "selective", "full": "always"}[recompute_of(row)],
-                products=0.5 if run.source == "torchtitan" else 1.0,  # its default keeps every second one
-                state=state_of(run, row),
-            ),
+            layout,
+            state=state_of(run, row),
+            products=0.5 if run.source == "torchtitan" else 1.0,  # its default keeps every second one
         )
         groups = (layout.tp > 1) + (layout.pp > 1) + (layout.dp > 1)
         return Case(run, row, max(memory, key=lambda items: items.total), device, groups)
 
 
-def recompute_of(row: Row) -> str:
+def recompute_of(row: Row) -> Recompute:
     text = row["recompute"]
-    return "none" if not text or text.startswith("none") else "selective" if text.startswith("selective") else "full"
+    return "never" if not text or text.startswith("none") else "selective" if text.startswith("selective") else "always"
 
 
 def schedule_of(row: Row) -> ScheduleName:
