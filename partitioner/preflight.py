@@ -1,5 +1,6 @@
 """Before anyone rents a GPU: does the training fit, how fast is it, how many devices it needs, what would change it.
 
+    request    what was asked for, checked
     study      the model on meta: what each layer launches (priced by `steps`) and holds (added up by `memory`)
     layouts    the fastest mesh of the devices that fits, and the next ones
                on fewer devices, and with one thing changed, the same again
@@ -12,41 +13,28 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, cast, get_args
+from dataclasses import replace
+from typing import Any, Literal, get_args
 
-import torch
 from torch import nn
 
 from partitioner.arguments import check_arguments
 from partitioner.errors import ArgumentError, InfeasibleError, PartitionerError, expect
 from partitioner.forecast import CapacityReport, CurvePoint, LayoutForecast, StepParts, Variation
-from partitioner.layouts import Candidate, Demand, Found, Search, Wish, check_wish, held_by_stage
+from partitioner.layouts import Candidate, Demand, Found, Search, check_wish, held_by_stage
 from partitioner.losses import LossFunction
 from partitioner.microbatches import MicroBatch, as_call
 from partitioner.profiles import Profile
 from partitioner.progress import Progress, shown
+from partitioner.request import Request, check_changes, requested
 from partitioner.specs import (
     EXECUTED,
-    SCHEDULES,
     Cluster,
-    Precision,
     Recompute,
-    ScheduleName,
-    Shard,
-    StateBytes,
-    Training,
-    parse_bytes,
-    state_bytes,
 )
-from partitioner.steps import planner
-from partitioner.study import Study, most_common_dtype
+from partitioner.study import Study
 from partitioner.tracing import unwrap
 from partitioner.trial import explained
-
-CHANGES = ("batch_size", "sequence_length", "precision", "optimizer", "recompute", "shard", "gpus", "mesh")
-"""What `what_if` may change."""
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def capacity(
@@ -108,23 +96,24 @@ def capacity(
         sequence_dim=sequence_dim,
         max_share=max_share,
     )
-    cluster = _cluster(gpus)
-    asked = _Asked(
-        cluster=cluster,
-        batch_size=study.samples if batch_size is None else batch_size,
-        precision=_precision(precision, study.model),
-        accumulate=accumulate,
-        optimizer=optimizer,
-        mesh=_mesh(mesh),
+    asked = requested(
+        study,
+        gpus=gpus,
+        batch_size=batch_size,
+        mesh=mesh,
         microbatches=microbatches,
-        schedule=_one_of("schedule", schedule, SCHEDULES),
-        recompute=_one_of("recompute", recompute, get_args(Recompute)),
-        shard=_one_of("shard", shard, get_args(Shard)),
+        schedule=schedule,
+        optimizer=optimizer,
+        precision=precision,
+        accumulate=accumulate,
+        recompute=recompute,
+        shard=shard,
         sequence_parallel=sequence_parallel,
-        memory_limit_bytes=None if memory_limit is None else parse_bytes(memory_limit),
+        memory_limit=memory_limit,
         hardware=hardware,
     )
-    _check(asked, what_if or {})
+    cluster = asked.cluster
+    check_changes(what_if or {})
     if price_per_hour is not None:
         expect("price_per_hour", price_per_hour, (int, float), "the price of one device")
     if price_per_hour is not None and price_per_hour < 0:
@@ -136,7 +125,7 @@ def capacity(
         with explained(
             study.model, [MicroBatch(*as_call(example_inputs), example_target, study.samples)], loss_fn, batch_dim
         ):
-            demand = _demand(study, asked)
+            demand = asked.demand(study)
         check_wish(asked.wish, demand, cluster.num_devices)
         tell("searching layouts", 0.6)
         search = Search(demand, asked.wish)
@@ -186,153 +175,6 @@ def capacity(
         band=demand.prices.rates.constants.error_band,
         why=_why(asked, demand, best, found),
     )
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """What the user asked for, checked."""
-
-    cluster: Cluster
-    batch_size: int
-    precision: Precision
-    accumulate: Literal["auto", "fp32"]
-    optimizer: str | float
-    mesh: Mapping[str, int]
-    microbatches: int | Literal["auto"]
-    schedule: ScheduleName | None
-    recompute: Recompute | None
-    shard: Shard | None
-    sequence_parallel: bool
-    memory_limit_bytes: int | None
-    hardware: str | None
-    sequence_length: int | None = None
-
-    @property
-    def wish(self) -> Wish:
-        return Wish(
-            mesh=self.mesh,
-            num_microbatches=None if self.microbatches == "auto" else self.microbatches,
-            schedule=self.schedule,
-            recompute=self.recompute,
-            shard=self.shard,
-            sequence_parallel=self.sequence_parallel,
-        )
-
-
-# -- what was asked for
-
-
-def _demand(study: Study, asked: _Asked) -> Demand:
-    dtype = None if asked.precision == _own_precision(study.model) else _DTYPES[asked.precision.removesuffix("-mixed")]
-    per_node = max(Counter(asked.cluster.nodes).values())
-    prices = planner(
-        study.work(asked.sequence_length),
-        asked.cluster,
-        precision=asked.precision,
-        per_node=per_node,
-        hardware=asked.hardware,
-    )
-    graph = study.graph(dtype, prices, asked.sequence_length)
-    return Demand(
-        graph=graph,
-        prices=prices,
-        training=Training(
-            batch_size=asked.batch_size,
-            optimizer_bytes=0,
-            memory_limit_bytes=asked.memory_limit_bytes,
-            batch_dim=study.batch_dim,
-        ),
-        state=_state(asked, graph.profile),
-        precision=asked.precision,
-        accumulate=asked.accumulate,
-        device=asked.cluster.devices[0],
-        per_node=per_node,
-        divided=study.must_divide(dtype, asked.sequence_length),
-    )
-
-
-def _cluster(gpus: Any) -> Cluster:
-    if isinstance(gpus, Cluster):
-        cluster = gpus
-    elif isinstance(gpus, str) and not gpus.strip().isdigit():
-        cluster = Cluster.parse(gpus)
-    else:
-        raise ArgumentError(f"gpus={gpus!r} names no device: write what you would rent, like '8xH100', or a Cluster")
-    kinds = sorted({device.name for device in cluster.devices})
-    if len(set(cluster.devices)) > 1:
-        raise ArgumentError(f"capacity compares equal devices, this cluster has {', '.join(kinds)}: ask for one kind")
-    return cluster
-
-
-def _mesh(mesh: Any) -> Mapping[str, int]:
-    if mesh == "auto":
-        return {}
-    if not isinstance(mesh, Mapping):
-        raise ArgumentError(f"mesh={mesh!r} is unknown; use 'auto' or {{'tp': 8, 'pp': 4, 'dp': 2}}")
-    return {str(axis): size for axis, size in mesh.items()}
-
-
-def _one_of(name: str, value: str, known: Sequence[str]) -> Any:
-    """None for "auto"."""
-    if value == "auto":
-        return None
-    if value not in known:
-        raise ArgumentError(f"{name}={value!r} is unknown; use 'auto', {', '.join(map(repr, known))}")
-    return value
-
-
-def _precision(precision: str, model: nn.Module) -> Precision:
-    known = get_args(Precision)
-    if precision == "auto":
-        return _own_precision(model)
-    if precision not in known:
-        raise ArgumentError(f"precision={precision!r} is unknown; use 'auto', {', '.join(map(repr, known))}")
-    return cast(Precision, precision)
-
-
-def _own_precision(model: nn.Module) -> Precision:
-    """That of most of the model's floating-point parameters."""
-    names: dict[torch.dtype | None, Precision] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-    return names.get(most_common_dtype(model), "fp32")
-
-
-def _check(asked: _Asked, what_if: Mapping[str, Sequence[Any]]) -> None:
-    for name, value in (("batch_size", asked.batch_size), ("microbatches", asked.microbatches)):
-        if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ArgumentError(f"{name}={value!r} is impossible: give a number of 1 or more")
-    _state(asked, None)
-    if asked.accumulate not in ("auto", "fp32"):
-        raise ArgumentError(f"accumulate={asked.accumulate!r} is unknown; use 'auto' or 'fp32'")
-    expect("what_if", what_if, Mapping, "values to change: {'batch_size': [128, 512]}")
-    for name, values in what_if.items():
-        if isinstance(values, str) or not isinstance(values, Sequence):
-            raise ArgumentError(f"what_if={{{name!r}: {values!r}}}: give a list of values, like [{values!r}]")
-    unknown = sorted(set(what_if) - set(CHANGES))
-    if unknown:
-        raise ArgumentError(f"what_if cannot change {unknown[0]!r}: use {', '.join(CHANGES)}")
-
-
-def _state(asked: _Asked, profile: Profile | None) -> StateBytes:
-    """What training keeps of a parameter element; adafactor's state depends on the shapes."""
-    optimizer = asked.optimizer
-    if isinstance(optimizer, str) and optimizer != "adafactor":
-        return state_bytes(optimizer, asked.precision, accumulate=asked.accumulate)
-    plain = state_bytes("sgd", asked.precision, accumulate=asked.accumulate)
-    if isinstance(optimizer, str):
-        trained = [p for p in profile.parameters if p.trainable] if profile else []
-        elements = sum(math.prod(p.shape) for p in trained)
-        state = 4 * sum(_factored(p.shape) for p in trained)
-        return plain._replace(moments=state / elements if elements else 0.0)
-    if isinstance(optimizer, bool) or optimizer < 0:
-        raise ArgumentError(f"optimizer={optimizer!r} bytes a parameter is impossible: give 0 or more")
-    return plain._replace(moments=float(optimizer))
-
-
-def _factored(shape: tuple[int, ...]) -> int:
-    """Numbers that Adafactor keeps (Shazeer & Stern 2018): a row and a column of each matrix, all of a vector."""
-    if len(shape) < 2:
-        return math.prod(shape)
-    return math.prod(shape[:-2]) * (shape[-2] + shape[-1])
 
 
 # -- answers
@@ -486,13 +328,12 @@ def _curve(
     return tuple(points)
 
 
-def _varied(study: Study, asked: _Asked, name: str, value: Any) -> Variation:
+def _varied(study: Study, asked: Request, name: str, value: Any) -> Variation:
     """The best layout with one argument changed; what cannot be had says why."""
     change = f"{name}={value}" if not isinstance(value, Cluster) else f"gpus={value.num_devices} devices"
     try:
-        changed = replace(asked, **_changed(study, name, value))
-        _check(changed, {})
-        demand = _demand(study, changed)
+        changed = asked.changed(study, name, value)
+        demand = changed.demand(study)
         check_wish(changed.wish, demand, changed.cluster.num_devices)
         search = Search(demand, changed.wish)
         found = search.run(changed.cluster.num_devices, enough=1)
@@ -504,43 +345,21 @@ def _varied(study: Study, asked: _Asked, name: str, value: Any) -> Variation:
         return Variation(change=change, fits=False, refused=str(error))
 
 
-def _changed(study: Study, name: str, value: Any) -> dict[str, Any]:
-    match name:
-        case "gpus":
-            return {"cluster": _cluster(value)}
-        case "mesh":
-            return {"mesh": _mesh(value)}
-        case "precision":
-            return {"precision": _precision(value, study.model)}
-        case "recompute":
-            return {"recompute": _one_of(name, value, get_args(Recompute))}
-        case "shard":
-            return {"shard": _one_of(name, value, get_args(Shard))}
-        case "sequence_length":
-            if study.length is None:
-                raise ArgumentError("the inputs have no length to change: say which dimension it is with sequence_dim")
-            return {"sequence_length": value}
-        case _:
-            return {name: value}
-
-
-def _longest(study: Study, asked: _Asked, best: Candidate, tell: Progress) -> int | None:
+def _longest(study: Study, asked: Request, best: Candidate, tell: Progress) -> int | None:
     """The longest sequence, in steps of an eighth of its power of two, of which one sample fits on the best mesh."""
-    if study.length is None:
-        raise ArgumentError("the inputs have no length to change: say which dimension it is with sequence_dim")
-    layout = best.layout
+    start, layout = study.expect_length(), best.layout
 
     def fits(length: int) -> bool:
         tell(f"trying a sequence of {length:,}", 0.9)
         try:
-            demand = _demand(study, replace(asked, sequence_length=length))
+            demand = replace(asked, sequence_length=length).demand(study)
         except PartitionerError:
             return False
         search = Search(demand, asked.wish)
         least = search.cut(replace(search.smallest(layout), microbatch=1))
         return search.over(search.memory(least)) <= 0
 
-    low, high = 0, study.length
+    low, high = 0, start
     while high < 2**24 and fits(high):
         low, high = high, 2 * high
     if not low:
@@ -554,16 +373,16 @@ def _longest(study: Study, asked: _Asked, best: Candidate, tell: Progress) -> in
     return low
 
 
-def _no_layout(asked: _Asked, demand: Demand) -> str:
-    layers = len(demand.graph.allowed_cuts) + 1
+def _no_layout(asked: Request, demand: Demand) -> str:
+    layers, mesh = len(demand.graph.allowed_cuts) + 1, asked.wish.mesh
     return (
         f"no mesh of {asked.cluster.num_devices} devices divides a batch of {asked.batch_size} and the {layers} layers "
-        f"that can be cut apart{f' with {dict(asked.mesh)}' if asked.mesh else ''}: use a batch that is a multiple of "
+        f"that can be cut apart{f' with {dict(mesh)}' if mesh else ''}: use a batch that is a multiple of "
         "the devices"
     )
 
 
-def _why(asked: _Asked, demand: Demand, best: Candidate, found: Found) -> tuple[str, ...]:
+def _why(asked: Request, demand: Demand, best: Candidate, found: Found) -> tuple[str, ...]:
     layout = best.layout
     said = []
     if found.fits:

@@ -69,6 +69,12 @@ class Study:
         self._footprints: dict[tuple[torch.dtype | None, int | None], tuple[Sizes, list[Footprint]]] = {}
         self._graphs: dict[tuple[torch.dtype | None, int | None], CostGraph] = {}
 
+    def expect_length(self) -> int:
+        """That of the samples; ArgumentError where they have none."""
+        if self.length is None:
+            raise ArgumentError("the inputs have no length to change: say which dimension it is with sequence_dim")
+        return self.length
+
     def part(self, samples: int, length: int | None = None, dtype: torch.dtype | None = None) -> Any:
         """Arguments, keywords and target of so many samples of that length, without values."""
 
