@@ -19,7 +19,6 @@ import contextlib
 import copy
 import math
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,7 +32,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from partitioner.errors import UnsupportedModelError
+from partitioner.metarun import layer_calls
 from partitioner.profiles import LayerMemory
+from partitioner.recording import storage_of
 from partitioner.structures import map_tensors, tensors_in
 
 ALIGNMENT = 512
@@ -104,7 +105,7 @@ def _followed(
     finish: Callable[[Any], torch.Tensor | None],
     ledger: _Ledger,
 ) -> Footprint:
-    with _marking(model, layers, ledger):
+    with layer_calls(model, layers.values(), ledger.begin), _gradients_dropped(model):
         try:
             with (
                 torch.enable_grad(),
@@ -164,30 +165,17 @@ def _untied(model: nn.Module) -> Iterator[dict[nn.Parameter, str]]:
 
 
 @contextlib.contextmanager
-def _marking(model: nn.Module, layers: Mapping[str, str], ledger: _Ledger) -> Iterator[None]:
-    """Tell the ledger when a layer's call begins, and when a parameter's gradient is complete."""
-    place = {name: k for k, name in enumerate(layers)}
-    calls: Counter[str] = Counter()
-
-    def begin(path: str) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            if ledger.forward:
-                name = f"{path}#{calls[path]}" if calls[path] else path
-                calls[path] += 1
-                if name in place:
-                    ledger.layer = place[name]
-
-        return hook
+def _gradients_dropped(model: nn.Module) -> Iterator[None]:
+    """Each as soon as it is complete: the rank's own gradient memory is counted apart."""
 
     def accumulated(parameter: torch.Tensor) -> None:
-        parameter.grad = None  # the rank's own gradient memory is counted apart
+        parameter.grad = None
 
-    handles: list[Any] = []
-    for path in dict.fromkeys(layers.values()):
-        handles.append(model.get_submodule(path).register_forward_pre_hook(begin(path), with_kwargs=True))
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            handles.append(parameter.register_post_accumulate_grad_hook(accumulated))  # type: ignore[no-untyped-call]
+    handles = [
+        parameter.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
+        for parameter in model.parameters()
+        if parameter.requires_grad
+    ]
     try:
         yield
     finally:
@@ -214,6 +202,7 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, model: nn.Module, layers: list[str], inputs: Any, names: Mapping[nn.Parameter, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names = layers
+        self.place = {name: k for k, name in enumerate(layers)}
         self.layer, self.forward = 0, True
         self.pieces: dict[int, _Piece] = {}
         self.made: list[_Piece] = []
@@ -221,8 +210,8 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """(bytes, layer, split, forward): positive at birth."""
         self.kept: weakref.WeakSet[_Saved] = weakref.WeakSet()
         self.saved: list[_Piece] = []
-        self.weights = {_key(parameter): name for parameter, name in names.items()}
-        self.given = {_key(t) for t in (*model.buffers(), *tensors_in(inputs))}
+        self.weights = {storage_of(parameter): name for parameter, name in names.items()}
+        self.given = {storage_of(t) for t in (*model.buffers(), *tensors_in(inputs))}
         self.held = list(model.parameters()), list(model.buffers()), inputs  # so that no key is used twice
         self.divided: dict[str, int] = {}
         self.tables: set[str] = set()
@@ -235,12 +224,12 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
-        new = [t for t in outputs if t.layout == torch.strided and not self._known(_key(t))]
+        new = [t for t in outputs if t.layout == torch.strided and not self._known(storage_of(t))]
         if new:
             given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             split, product = self._divide(func, given, outputs[0])
             for tensor in new:
-                if not self._known(_key(tensor)):
+                if not self._known(storage_of(tensor)):
                     self._born(tensor, split, product)
         return out
 
@@ -273,10 +262,14 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.layer = saved.layer
         return saved.tensor
 
+    def begin(self, layer: str) -> None:
+        if self.forward:
+            self.layer = self.place.get(layer, self.layer)
+
     def end_forward(self) -> None:
         """What is saved now belongs to the first layer that saved it."""
         for saved in sorted(self.kept, key=lambda one: one.layer):
-            piece = self.pieces.get(_key(saved.tensor)) if saved.tensor.layout == torch.strided else None
+            piece = self.pieces.get(storage_of(saved.tensor)) if saved.tensor.layout == torch.strided else None
             if piece is not None and piece.saved_by is None:
                 piece.saved_by = saved.layer
                 self.saved.append(piece)
@@ -288,9 +281,9 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _divide(self, func: Any, given: Sequence[torch.Tensor], out: torch.Tensor) -> tuple[bool, bool]:
         """Whether what a kernel makes is split over a tensor-parallel group, and whether it is a product to keep."""
         name = func.overloadpacket.__name__
-        weights = [t for t in given if _key(t) in self.weights]
-        others = [t for t in given if _key(t) not in self.weights]
-        split = [t for t in others if (piece := self.pieces.get(_key(t))) is not None and piece.split]
+        weights = [t for t in given if storage_of(t) in self.weights]
+        others = [t for t in given if storage_of(t) not in self.weights]
+        split = [t for t in others if (piece := self.pieces.get(storage_of(t))) is not None and piece.split]
         fused = "scaled_dot_product" in name
         if name in _PRODUCTS and weights:
             matrices = [t for t in weights if t.dim() > 1]
@@ -303,8 +296,8 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                         self.whole_inputs[self.layer] = max(self.whole_inputs.get(self.layer, 0), largest_input)
                 return not split, True
         if name == "embedding" and weights and self.forward:
-            self.divided.setdefault(self.weights[_key(weights[0])], 0)
-            self.tables.add(self.weights[_key(weights[0])])
+            self.divided.setdefault(self.weights[storage_of(weights[0])], 0)
+            self.tables.add(self.weights[storage_of(weights[0])])
         if name == "embedding_dense_backward":
             return True, False
         if not split or name == "embedding":
@@ -319,7 +312,7 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _split_weight(self, weight: torch.Tensor, by_rows: bool) -> None:
         """Its dimension of inputs or outputs; `weight` may be seen through a transpose."""
-        name = self.weights[_key(weight)]
+        name = self.weights[storage_of(weight)]
         if weight.dim() < 2:
             if not by_rows:
                 self.divided.setdefault(name, 0)
@@ -378,10 +371,6 @@ class _Saved:
 
     def __init__(self, tensor: torch.Tensor, layer: int) -> None:
         self.tensor, self.layer = tensor, layer
-
-
-def _key(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else id(tensor)
 
 
 class LikeCuda(TorchFunctionMode):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from partitioner.losses import Loss, LossFunction
-from partitioner.metarun import Shapes, on_meta, refuse_without_values
+from partitioner.metarun import Shapes, layer_calls, on_meta, refuse_without_values
 from partitioner.microbatches import Cutter, MicroBatch, as_call
 from partitioner.recording import storage_of
 from partitioner.restore import untouched
@@ -175,24 +175,27 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- the run
 
     def run(self, part: MicroBatch, loss_fn: LossFunction | None, training: bool) -> tuple[LayerWork, ...]:
-        handles = self.watch_layers()
         training = training and any(p.requires_grad for p in self.model.parameters())
         self.ours |= {storage_of(tensor) for tensor in tensors_in((part.args, part.kwargs, part.target))}
-        try:
-            with torch.set_grad_enabled(training), _Attention(self), self, self.watch_saved():
-                self.starts.append(_sequence_number())
-                output = self.model(*part.args, **part.kwargs)
-                roots = self.roots(output, part, loss_fn)
-                self.starts += [_sequence_number()] * (len(self.layer_ids) + 1 - len(self.starts))
-                if training:
-                    self.backward = True
-                    grads = [torch.ones_like(root) for root in roots]
-                    wanted = [p for p in self.model.parameters() if p.requires_grad]
-                    if roots:
-                        torch.autograd.grad(roots, wanted, grads, allow_unused=True)
-        finally:
-            for handle in handles:
-                handle.remove()
+        modules = dict(self.model.named_modules())
+        paths = [path for layer in self.layer_ids if (path := layer.partition("#")[0]) in modules]
+        with (
+            torch.set_grad_enabled(training),
+            layer_calls(self.model, paths, self.begin, self.end),
+            _Attention(self),
+            self,
+            self.watch_saved(),
+        ):
+            self.starts.append(_sequence_number())
+            output = self.model(*part.args, **part.kwargs)
+            roots = self.roots(output, part, loss_fn)
+            self.starts += [_sequence_number()] * (len(self.layer_ids) + 1 - len(self.starts))
+            if training:
+                self.backward = True
+                grads = [torch.ones_like(root) for root in roots]
+                wanted = [p for p in self.model.parameters() if p.requires_grad]
+                if roots:
+                    torch.autograd.grad(roots, wanted, grads, allow_unused=True)
         return self.result()
 
     def roots(self, output: Any, part: MicroBatch, loss_fn: LossFunction | None) -> list[torch.Tensor]:
@@ -204,33 +207,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             found = list(tensors_in(output))
         return [tensor for tensor in found if tensor.requires_grad]
 
-    def watch_layers(self) -> list[Any]:
-        calls: dict[str, int] = defaultdict(int)
-        modules = dict(self.model.named_modules())
-        handles = []
+    def begin(self, layer: str) -> None:
+        place = self.place.get(layer, -1)
+        if not self.backward and place >= len(self.starts):
+            self.layer = place
+            self.starts += [_sequence_number()] * (place + 1 - len(self.starts))
 
-        def enter(path: str) -> Callable[..., None]:
-            def hook(*_: Any) -> None:
-                count, calls[path] = calls[path], calls[path] + 1
-                layer = f"{path}#{count}" if count else path
-                if not self.backward and layer in self.place and self.place[layer] >= len(self.starts):
-                    self.layer = self.place[layer]
-                    self.starts += [_sequence_number()] * (self.layer + 1 - len(self.starts))
-
-            return hook
-
-        def leave(path: str) -> Callable[..., None]:
-            def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-                if not self.backward:
-                    self.outputs[self.layer] = list(tensors_in(output))
-
-            return hook
-
-        for path in {layer.partition("#")[0] for layer in self.layer_ids}:
-            if path in modules:
-                handles.append(modules[path].register_forward_pre_hook(enter(path), prepend=True))
-                handles.append(modules[path].register_forward_hook(leave(path)))
-        return handles
+    def end(self, output: Any) -> None:
+        if not self.backward:
+            self.outputs[self.layer] = list(tensors_in(output))
 
     def watch_saved(self) -> Any:
         def pack(tensor: torch.Tensor) -> torch.Tensor:

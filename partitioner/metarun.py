@@ -5,8 +5,8 @@ Nothing is computed and nothing is allocated; the model is as before afterwards.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,32 +47,55 @@ def choose_layers(
             open_up(child_path, child)
 
     open_up("", model)
-    order: list[str] = []
-    calls: dict[str, int] = defaultdict(int)
-
-    def hook(path: str) -> Callable[..., None]:
-        def called(*_: Any) -> None:
-            order.append(f"{path}#{calls[path]}" if calls[path] else path)
-            calls[path] += 1
-
-        return called
-
-    handles = [model.get_submodule(path).register_forward_pre_hook(hook(path)) for path in chosen]
     try:
-        try:
-            with untouched(model), on_meta(model), torch.no_grad(), _PlainAttention(), Shapes():
-                moved = map_tensors((args, kwargs), lambda tensor: tensor.detach().to("meta"))
-                model(*moved[0], **moved[1])
-        except (RuntimeError, NotImplementedError, TypeError) as error:
-            refuse_without_values(model, error)
-            order.clear()
-            calls.clear()
-            with untouched(model), torch.no_grad():
-                model(*args, **kwargs)
+        with untouched(model), on_meta(model), torch.no_grad(), _PlainAttention(), Shapes():
+            moved = map_tensors((args, kwargs), lambda tensor: tensor.detach().to("meta"))
+            return _order(model, chosen, *moved)
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        refuse_without_values(model, error)
+    with untouched(model), torch.no_grad():
+        return _order(model, chosen, args, kwargs)
+
+
+def _order(model: nn.Module, paths: list[str], args: Any, kwargs: Any) -> tuple[str, ...]:
+    order: list[str] = []
+    with layer_calls(model, paths, order.append):
+        model(*args, **kwargs)
+    return tuple(order)
+
+
+@contextmanager
+def layer_calls(
+    model: nn.Module,
+    paths: Iterable[str],
+    begin: Callable[[str], None],
+    end: Callable[[Any], None] | None = None,
+) -> Iterator[None]:
+    """Tell `begin` the id of each layer whose call begins ("norm", then "norm#1"), and `end` what a call returns."""
+    calls: Counter[str] = Counter()
+
+    def begins(path: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            count, calls[path] = calls[path], calls[path] + 1
+            begin(f"{path}#{count}" if count else path)
+
+        return hook
+
+    def ends(_module: nn.Module, _args: Any, output: Any) -> None:
+        assert end is not None
+        end(output)
+
+    handles: list[Any] = []
+    try:
+        for path in dict.fromkeys(paths):
+            module = model.get_submodule(path)
+            handles.append(module.register_forward_pre_hook(begins(path), prepend=True))
+            if end is not None:
+                handles.append(module.register_forward_hook(ends))
+        yield
     finally:
         for handle in handles:
             handle.remove()
-    return tuple(order)
 
 
 @contextmanager
