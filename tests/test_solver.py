@@ -850,3 +850,21 @@ def test_sharding_is_named_where_it_is_what_fits():
     plan = solve(profile, there, Training(batch_size=4, shard="zero1"))
     assert plan.num_replicas > 1 and not plan.runnable
     assert any("shard='zero1' is planned and predicted" in reason for reason in plan.why)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble-v"])
+@pytest.mark.parametrize("seed", range(4))
+def test_what_ranks_of_several_stages_lack_is_enough_when_they_get_it(schedule, seed):
+    rng = random.Random(seed)
+    profile = random_chain(rng, 9)
+    training = Training(batch_size=4, schedule=schedule, optimizer_bytes=8)
+    with pytest.raises(InfeasibleError, match=r"does not fit: .*, rank \d with stage .* needs .* of ") as caught:
+        solve(profile, cluster(2, memory_bytes=16), training)
+    found = re.search(r"devices with ([\d.]+ \w+)", str(caught.value))
+    assert found is not None
+    assert solve(profile, cluster(2, memory_bytes=parse_bytes(found[1])), training).schedule == schedule
+
+
+def test_pins_that_no_number_of_replicas_leaves_room_for_are_refused():
+    with pytest.raises(ArgumentError, match=r"pin names stage 1, .* with dp=3 has stages 0 to 0 .* or take 6 devices"):
+        solve(chain([1.0] * 4), cluster(4), Training(batch_size=12, mesh={"dp": 3}, pin={"2": 1}))

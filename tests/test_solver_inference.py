@@ -201,3 +201,9 @@ def test_the_parts_of_lost_efficiency_add_up_and_the_timeline_is_that_of_the_lat
 def test_orders_of_backward_passes_are_refused() -> None:
     with pytest.raises(ArgumentError, match="orders backward passes"):
         solve(chain([1.0, 1.0]), cluster(2), Training(batch_size=2, objective="latency", schedule="1f1b"))
+
+
+def test_pins_that_short_memory_leaves_no_room_for_are_told_with_what_is_short() -> None:
+    profile = chain([1.0] * 8, parameter_bytes=1000, tensor_bytes=10)
+    with pytest.raises(InfeasibleError, match=r"does not fit: stage 0 .* needs 2.9 KiB of 2.5 KiB .* 4 such devices"):
+        solve(profile, cluster(3, memory_bytes=2600), Training(batch_size=12, objective="throughput", pin={"3": 1}))

@@ -494,7 +494,8 @@ def _reasons(found: Found, prediction: Prediction, unfit: list[Case]) -> tuple[s
 def _shortage(graph: CostGraph, cluster: Cluster, training: Training) -> str:
     """The message of an InfeasibleError: what comes closest, what it lacks, and changes that were tried and fit."""
     cases = _roomiest(graph, cluster, training)
-    lacking, cuts, case = min(((*_closest(case), case) for case in cases), key=lambda one: one[0])
+    closest = [(*found, case) for case in cases if (found := _closest(case)) is not None]
+    lacking, cuts, case = min(closest, key=lambda one: one[0])
     memory = case.memory(cuts)
     limits = [memory_limit(device, training) for _, device in case.rooms]
     stage = max(range(case.num_stages), key=lambda k: memory[k].total - limits[k])
@@ -527,8 +528,8 @@ def _fits(graph: CostGraph, cluster: Cluster, training: Training) -> bool:
     return any(case.fits() is not None for case in _roomiest(graph, cluster, training))
 
 
-def _closest(case: Case) -> tuple[float, tuple[int, ...]]:
-    """(bytes that its devices lack, cuts) of the split that lacks the least, to `SHORT`."""
+def _closest(case: Case) -> tuple[float, tuple[int, ...]] | None:
+    """(bytes that its devices lack, cuts) of the split that lacks the least, to `SHORT`; None: pins allow no split."""
 
     def lacking(cuts: tuple[int, ...]) -> float:
         return float(max(memory.total - limit for memory, limit in zip(case.memory(cuts), limits, strict=True)))
@@ -538,7 +539,8 @@ def _closest(case: Case) -> tuple[float, tuple[int, ...]]:
     whole = inference_memory(case.graph, 0, case.graph.num_layers, samples=case.samples)
     low, high = 0.0, sum(map(float, whole.values())) + 2 * crossing + 8 - min(0, *case.room)
     best = replace(case, extra_bytes=math.ceil(high)).fits()
-    assert best is not None  # with room for everything on every stage
+    if best is None:  # with room for everything on every stage
+        return None
     while high - low > SHORT * max(1.0, high + float(min(case.room))):
         middle = (low + high) / 2
         cuts = replace(case, extra_bytes=math.ceil(middle)).fits()

@@ -145,12 +145,14 @@ def _check_pins(graph: CostGraph, cluster: Cluster, training: Training) -> None:
         )
     pins = sorted(pinned_positions(graph, training).items())
     highest = max(training.stage_pins.values(), default=0)
-    pp = _fixed(training).get("pp")
-    if highest >= (pp or cluster.num_devices):
+    pp, dp = _fixed(training).get("pp"), _fixed(training).get("dp", 1)
+    most = pp or cluster.num_devices // dp
+    if highest >= most:
         there = f"pp={pp}" if pp else f"a pipeline over {cluster.num_devices} devices"
+        there += f" with dp={dp}" if dp > 1 and not pp else ""
         raise ArgumentError(
-            f"pin names stage {highest}, but {there} has stages 0 to {(pp or cluster.num_devices) - 1} at most: pin to "
-            "one of these"
+            f"pin names stage {highest}, but {there} has stages 0 to {most - 1} at most: pin to one of these"
+            + (f", or take {dp * (highest + 1)} devices" if dp > 1 and not pp else "")
         )
     for position, stage in pins:
         # Every stage before it needs a cut, and every one after it.

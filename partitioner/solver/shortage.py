@@ -26,7 +26,16 @@ MOST_GROWTH = 8
 
 def shortage(graph: CostGraph, cluster: Cluster, training: Training) -> str:
     """The message of an InfeasibleError: bytes needed, where, for what, the bytes short, and the nearest way out."""
-    problem = min(_leanest(graph, cluster, training), key=_least_extra)
+    problems = list(_leanest(graph, cluster, training))
+    if not problems:
+        return (
+            f"no split exists: {training.schedule} on {cluster.num_devices} devices needs more stages than "
+            f"{graph.num_layers} layers, {len(graph.allowed_cuts)} possible cuts and the pins allow: use "
+            f"schedule='auto', fewer devices, or other pins"
+        )
+    if all(problem.setting.stages_per_rank > 1 for problem in problems):
+        return _short_on_ranks(graph, cluster, training, problems)
+    problem = min(problems, key=_least_extra)
     lacking, split = _closest(problem)
     setting, bounds = problem.setting, graph.bounds(split.cuts)
     stages = np.arange(setting.num_stages)
@@ -98,7 +107,7 @@ def _leanest(graph: CostGraph, cluster: Cluster, training: Training) -> Iterator
     More stages hold fewer layers but, under 1f1b, more micro-batches; more replicas have fewer samples each, but whole
     models among them hold their gradients twice.
     """
-    pins, site = pinned_positions(graph, training), Site(cluster, training)
+    site = Site(cluster, training)
     replicas: dict[int, list[int]] = {}
     for stages, count in sorted(mesh for level in mesh_levels(graph, cluster, training) for mesh in level):
         replicas.setdefault(stages, []).append(count)
@@ -108,16 +117,62 @@ def _leanest(graph: CostGraph, cluster: Cluster, training: Training) -> Iterator
     for stages in sorted(replicas, reverse=True):
         if stages not in (most, fewest) and stages & (stages - 1):
             continue
-        if (starts := stage_starts(graph.num_layers, stages, graph.allowed_cuts, pins)) is None:
-            continue
         for count in dict.fromkeys((replicas[stages][-1], replicas[stages][0])):
-            every = list(settings(site, training, [(stages, count)]))
-            every = [one for one in every if one[0].schedule == every[0][0].schedule and one[1] is every[0][1]]
-            for setting, layout in every[-1:] + every[:-1][:1]:
-                yield Problem(graph, cluster, training, setting, starts, layout)
+            yield from _extremes(graph, cluster, training, site, (stages, count))
+
+
+def _extremes(
+    graph: CostGraph, cluster: Cluster, training: Training, site: Site, mesh: tuple[int, int]
+) -> Iterator[Problem]:
+    """On a mesh, the settings with the most and the fewest micro-batches that some split allows."""
+    pins = pinned_positions(graph, training)
+    every = list(settings(site, training, [mesh]))
+    every = [one for one in every if one[0].schedule == every[0][0].schedule and one[1] is every[0][1]]
+    for setting, layout in every[-1:] + every[:-1][:1]:
+        starts = stage_starts(graph.num_layers, setting.num_stages, graph.allowed_cuts, pins)
+        if starts is not None:
+            yield Problem(graph, cluster, training, setting, starts, layout)
+
+
+def _short_on_ranks(graph: CostGraph, cluster: Cluster, training: Training, problems: list[Problem]) -> str:
+    """The message where ranks have several stages each: of splits even in time, the one whose ranks lack the least."""
+    tried = []
+    for problem in problems:
+        free = problem.chain.free()
+        split = cheapest_split(free, smallest_bottleneck(free))
+        assert split is not None  # every stage can have a layer
+        bounds, setting = graph.bounds(split.cuts), problem.setting
+        stages = np.arange(setting.num_stages)
+        held = np.zeros(setting.num_places)
+        needed = problem.memory.bytes(stages, [first for first, _ in bounds], [last for _, last in bounds])
+        np.add.at(held, np.array(setting.places), needed)
+        short = held - problem.layout.room
+        tried.append((float(short.max()), int(short.argmax()), split, problem))
+    lacking, rank, split, problem = min(tried, key=lambda one: one[0])
+    setting, bounds = problem.setting, graph.bounds(split.cuts)
+    device = min(
+        (cluster.devices[device] for device in setting.devices[rank]), key=lambda one: memory_limit(one, training)
+    )
+    limit = memory_limit(device, training)
+    extra = math.ceil(lacking * (1 + device.slack))
+    own = ", ".join(
+        f"stage {stage} ({graph.ids[first]} to {graph.ids[last - 1]})"
+        for stage, (first, last) in enumerate(bounds)
+        if setting.places[stage] == rank
+    )
+    mesh = f"pp={setting.num_places}, dp={setting.num_replicas}, {setting.schedule}, "
+    mesh += f"{setting.num_microbatches} micro-batch{'es' if setting.num_microbatches > 1 else ''}"
+    ways = _way_out(graph, cluster, training, limit, extra)
+    return (
+        f"does not fit: with {mesh} and stages even in time, rank {rank} with {own} needs "
+        f"{format_bytes(limit + extra)} of {format_bytes(limit)}, {format_bytes(max(1, extra))} too much, and no other "
+        f"split was found that fits. What fits: {' or '.join(ways)}."
+    )
 
 
 def _fits(problem: Problem) -> bool:
+    if problem.setting.stages_per_rank > 1:
+        return problem.best(0.0, thorough=False) is not None
     hopeless = problem.limits is not None and problem.limits.hopeless()
     return not hopeless and cheapest_split(problem.chain) is not None
 
@@ -169,7 +224,7 @@ def _grown(problem: Problem, extra_bytes: float) -> Chain:
 def _way_out(graph: CostGraph, cluster: Cluster, training: Training, limit: int, lacking: float) -> list[str]:
     """The nearest changes that were tried and fit."""
     ways = []
-    if training.schedule == "gpipe" and (found := _tried(graph, cluster, training, schedule="auto")):
+    if training.schedule not in ("auto", "1f1b") and (found := _tried(graph, cluster, training, schedule="auto")):
         ways.append(f"schedule={found.setting.schedule!r}")
     if training.microbatches != "auto" and (found := _tried(graph, cluster, training, microbatches="auto")):
         ways.append(f"microbatches={found.setting.num_microbatches}")
@@ -213,20 +268,16 @@ def _tried(graph: CostGraph, cluster: Cluster, training: Training, **changes: ob
 
 def _more_devices(graph: CostGraph, cluster: Cluster, training: Training) -> int | None:
     """About the fewest devices, like the last one, that are enough; None: more do not help."""
-    pins = pinned_positions(graph, training)
 
     def enough(count: int) -> bool:
         grown = with_devices(cluster, count)
         meshes = [mesh for level in mesh_levels(graph, grown, training) for mesh in level if mesh[0] * mesh[1] == count]
-        for mesh in sorted(meshes, reverse=True)[:1]:
-            starts = stage_starts(graph.num_layers, mesh[0], graph.allowed_cuts, pins)
-            every = list(settings(Site(grown, training), training, [mesh])) if starts is not None else []
-            every = [one for one in every if one[0].schedule == every[0][0].schedule]
-            for setting, layout in every[-1:] + every[:-1][:1]:
-                assert starts is not None
-                if _fits(Problem(graph, grown, training, setting, starts, layout)):
-                    return True
-        return False
+        site = Site(grown, training)
+        return any(
+            _fits(problem)
+            for mesh in sorted(meshes, reverse=True)[:1]
+            for problem in _extremes(graph, grown, training, site, mesh)
+        )
 
     low = high = cluster.num_devices
     most = min(MOST_GROWTH * cluster.num_devices, len(graph.allowed_cuts) + 1)
