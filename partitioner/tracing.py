@@ -117,11 +117,12 @@ class AddedHook(NamedTuple):
 
 
 def hook_name(hook: Any) -> str:
-    """What a hook is called on every rank: by the function behind it, or its class."""
+    """What a hook is called on every rank: by the function behind it and the line that begins it, or its class."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     named = hook if hasattr(hook, "__qualname__") else type(hook)
-    return f"{named.__module__}.{named.__qualname__}"
+    code = getattr(named, "__code__", None)
+    return f"{named.__module__}.{named.__qualname__}" + (f":{code.co_firstlineno}" if code else "")
 
 
 Failure = TypeVar("Failure", bound=Exception)
