@@ -85,7 +85,7 @@ def test_the_second_round_shows_what_the_first_cannot(monkeypatch: pytest.Monkey
     model = Secret("layers.3", "layers.0")
     with pytest.raises(UnsupportedModelError, match=r"layer layers\.3 .* changes 'said' from \[1\.0\] to"):
         checked(model, "layers.2")
-    monkeypatch.setattr(SharedState, "changes", lambda self, who: [])
+    monkeypatch.setattr(SharedState, "changes", lambda self, who, **how: [])
     with pytest.raises(UnsupportedModelError, match="differs"):
         checked(model, "layers.2")
 
