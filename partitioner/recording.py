@@ -179,6 +179,8 @@ class _Recorder(Watcher):
         self.parameter_storages = {storage_of(parameter): name for name, parameter in model.named_parameters()}
         self.buffers = {id(buffer): name for name, buffer in model.named_buffers()}
         self.own = self.parameters | self.buffers
+        self.held = [*model.parameters(), *model.buffers()]
+        """So that no other tensor is given the id of one that the forward replaces."""
         self.num_memories = 0
         self.regions: list[Region] = []
         """Checkpoints around."""
