@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.graph import CostGraph
+from partitioner.intervals import Floats
 from partitioner.solver.bounds import Bounds
 from partitioner.solver.chain import TOLERANCE, Chain, best_split, cheapest_split
 from partitioner.solver.evaluate import Replayer, link_times
@@ -101,7 +102,8 @@ class Problem:
             return np.ones(len(cuts), dtype=np.bool_)
         full = self._full(self.limits, cuts)
         if self.setting.stages_per_rank > 1:
-            return self._ranks_fit(self.limits, cuts)
+            fit: Flags = np.array(np.less_equal(self.held_by_ranks(self.limits, cuts), self.layout.room).all(axis=1))
+            return fit
         if isinstance(self.limits.lean, DeviceMemory):
             full &= self._full(self.limits.lean, cuts)
         flags: Flags = np.logical_not(full.any(axis=1))
@@ -119,14 +121,13 @@ class Problem:
         flags: Flags = np.logical_not(memory.fits(np.arange(self.setting.num_stages), edges[:, :-1], edges[:, 1:]))
         return flags
 
-    def _ranks_fit(self, memory: DeviceMemory, cuts: Ints) -> Flags:
-        """[rows] whether the stages of each rank fit together."""
+    def held_by_ranks(self, memory: DeviceMemory, cuts: Ints) -> Floats:
+        """[rows, places] bytes of the stages of each rank together."""
         edges, places = self._edges(cuts), np.array(self.setting.places)
         needed = memory.bytes(np.arange(self.setting.num_stages), edges[:, :-1], edges[:, 1:])
         held = np.zeros((self.setting.num_places, len(cuts)))
         np.add.at(held, places, needed.T)
-        flags: Flags = np.array(np.less_equal(held.T, self.layout.room).all(axis=1))
-        return flags
+        return held.T
 
     @cached_property
     def chain(self) -> Chain:

@@ -56,6 +56,12 @@ class Setting:
         return {"pp": self.num_places, "dp": self.num_replicas}
 
     @property
+    def in_words(self) -> str:
+        count = self.num_microbatches
+        mesh = f"pp={self.num_places}, dp={self.num_replicas}"
+        return f"{mesh}, {self.schedule}, {count} micro-batch{'es' if count > 1 else ''}"
+
+    @property
     def size(self) -> tuple[int, int, bool]:
         """Smaller is simpler: of two that take the same time, the smaller one is chosen."""
         return self.num_stages, self.num_microbatches, self.schedule != "1f1b"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -41,10 +41,7 @@ def shortage(graph: CostGraph, cluster: Cluster, training: Training) -> str:
     stages = np.arange(setting.num_stages)
     needed = problem.memory.least_bytes(stages, [first for first, _ in bounds], [last for _, last in bounds])
     stage = int(np.argmax(needed - problem.memory.room))
-    device = min(
-        (cluster.devices[device] for device in setting.devices_by_stage[stage]),
-        key=lambda one: memory_limit(one, training),
-    )
+    device = _tightest(cluster, training, setting.devices_by_stage[stage])
     lean = bool(needed[stage] < problem.memory.bytes(stage, *bounds[stage]))
     items = stage_memory(
         graph,
@@ -58,11 +55,9 @@ def shortage(graph: CostGraph, cluster: Cluster, training: Training) -> str:
         num_ranks=setting.num_places,
         recompute=problem.recompute == "always" or lean,
     )
-    mesh = f"pp={setting.num_places}, dp={setting.num_replicas}, {setting.schedule}, "
-    mesh += f"{setting.num_microbatches} micro-batch{'es' if setting.num_microbatches > 1 else ''}"
     limit, held = memory_limit(device, training), int(problem.memory.held[stage])
     ways = _way_out(graph, cluster, training, limit, lacking * (1 + device.slack))
-    return told(graph, cluster, training, device, (stage, *bounds[stage]), items, held, mesh, ways)
+    return told(graph, cluster, training, device, (stage, *bounds[stage]), items, held, setting.in_words, ways)
 
 
 def told(
@@ -141,18 +136,11 @@ def _short_on_ranks(graph: CostGraph, cluster: Cluster, training: Training, prob
         free = problem.chain.free()
         split = cheapest_split(free, smallest_bottleneck(free))
         assert split is not None  # every stage can have a layer
-        bounds, setting = graph.bounds(split.cuts), problem.setting
-        stages = np.arange(setting.num_stages)
-        held = np.zeros(setting.num_places)
-        needed = problem.memory.bytes(stages, [first for first, _ in bounds], [last for _, last in bounds])
-        np.add.at(held, np.array(setting.places), needed)
-        short = held - problem.layout.room
+        short = problem.held_by_ranks(problem.memory, np.array([split.cuts]))[0] - problem.layout.room
         tried.append((float(short.max()), int(short.argmax()), split, problem))
     lacking, rank, split, problem = min(tried, key=lambda one: one[0])
     setting, bounds = problem.setting, graph.bounds(split.cuts)
-    device = min(
-        (cluster.devices[device] for device in setting.devices[rank]), key=lambda one: memory_limit(one, training)
-    )
+    device = _tightest(cluster, training, setting.devices[rank])
     limit = memory_limit(device, training)
     extra = math.ceil(lacking * (1 + device.slack))
     own = ", ".join(
@@ -160,14 +148,17 @@ def _short_on_ranks(graph: CostGraph, cluster: Cluster, training: Training, prob
         for stage, (first, last) in enumerate(bounds)
         if setting.places[stage] == rank
     )
-    mesh = f"pp={setting.num_places}, dp={setting.num_replicas}, {setting.schedule}, "
-    mesh += f"{setting.num_microbatches} micro-batch{'es' if setting.num_microbatches > 1 else ''}"
     ways = _way_out(graph, cluster, training, limit, extra)
     return (
-        f"does not fit: with {mesh} and stages even in time, rank {rank} with {own} needs "
+        f"does not fit: with {setting.in_words} and stages even in time, rank {rank} with {own} needs "
         f"{format_bytes(limit + extra)} of {format_bytes(limit)}, {format_bytes(max(1, extra))} too much, and no other "
         f"split was found that fits. What fits: {' or '.join(ways)}."
     )
+
+
+def _tightest(cluster: Cluster, training: Training, devices: Sequence[int]) -> Device:
+    """Of the replicas' devices, the one with the least memory."""
+    return min((cluster.devices[device] for device in devices), key=lambda one: memory_limit(one, training))
 
 
 def _fits(problem: Problem) -> bool:
