@@ -18,15 +18,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from partitioner.reaching import Change, Reach, Watched
+from partitioner.reaching import INTERNALS, MAX_ITEMS, Change, Reach, Watched
 from partitioner.structures import PLAIN, is_python_object, is_same, opened
 
 Place = tuple[int, int]
 """(operation, call that it happens in)"""
 
-_INTERNALS = frozenset(vars(nn.Module())) | {"_call_impl", "_compiled_call_impl"}
 _STATELESS = (*PLAIN, torch.Tensor, nn.Module, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
-_MAX_ITEMS = 1000
 _UNKNOWN: Any = object()
 
 
@@ -131,7 +129,7 @@ class Attributes:
         set_plainly: Any = cls.__setattr__
 
         def get(item: Any, name: str) -> Any:
-            if id(item) in self._paths and name not in _INTERNALS:
+            if id(item) in self._paths and name not in INTERNALS:
                 state = object.__getattribute__(item, "__dict__")
                 if name in state:
                     self._read(item, name, state[name])
@@ -142,7 +140,7 @@ class Attributes:
         def put(item: Any, name: str, value: Any) -> None:
             before = object.__getattribute__(item, "__dict__").get(name, _UNKNOWN) if id(item) in self._paths else None
             set_plainly(item, name, value)
-            watched = id(item) in self._paths and name not in _INTERNALS
+            watched = id(item) in self._paths and name not in INTERNALS
             if watched and not isinstance(
                 value, (nn.Module, nn.Parameter)
             ):  # also the same value: another time it may differ
@@ -226,6 +224,6 @@ def _content(value: Any, depth: int = 2) -> list[Any]:
     if inside is None:
         return [value]
     found: list[Any] = [len(inside.parts)]
-    for part in inside.parts[-_MAX_ITEMS:]:
+    for part in inside.parts[-MAX_ITEMS:]:
         found += _content(part, depth - 1)
     return found

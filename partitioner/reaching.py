@@ -33,14 +33,15 @@ from partitioner.structures import PLAIN, are_same_objects, is_python_class, is_
 from partitioner.usage import WRITES, names_in, reads_of
 
 _MAX_DEPTH = 6
-_MAX_ITEMS = 1000
+MAX_ITEMS = 1000
 """Of a container, that are looked into."""
 
 _HOLDERS = frozenset({argparse.Namespace, SimpleNamespace, UserDict, UserList})
 """Classes of Python's own library whose objects hold what is the user's."""
 
 _FOREIGN = frozenset({"torch", "numpy", "builtins", "partitioner", "scipy", *sys.stdlib_module_names} - {"__main__"})
-_INTERNALS = frozenset(vars(nn.Module())) | {"_call_impl", "_compiled_call_impl"}
+INTERNALS = frozenset(vars(nn.Module())) | {"_call_impl", "_compiled_call_impl"}
+"""Attributes of a module that are torch's own."""
 _MISSING = object()
 
 GONE: Any = object()
@@ -120,7 +121,7 @@ class ModulePlace(Place):
     kind = "module"
 
     def items(self) -> list[tuple[Any, Any]]:
-        return [(key, value) for key, value in vars(self.owner).items() if key not in _INTERNALS]
+        return [(key, value) for key, value in vars(self.owner).items() if key not in INTERNALS]
 
     def put(self, key: Any, value: Any) -> None:
         vars(self.owner)[key] = value
@@ -411,7 +412,7 @@ class Reach:
             if self._reading and id(value) in self._paths:
                 self._module(value, mask, depth + 1)
         elif isinstance(value, tuple):
-            for k, part in enumerate(value[:_MAX_ITEMS]):
+            for k, part in enumerate(value[:MAX_ITEMS]):
                 self._value(part, f"{name}[{k}]", attribute, mask, depth + 1)
         elif isinstance(value, dict):
             self._enter(value, DictPlace, name, attribute, mask, depth)
@@ -447,7 +448,7 @@ class Reach:
             place = self.places[id(value)] = kind(value, name, attribute)
         if not self._reach(place, mask):
             return
-        for key, part in place.items()[:_MAX_ITEMS]:
+        for key, part in place.items()[:MAX_ITEMS]:
             inner = f"{name}[{key}]" if kind is SequencePlace else place.name_of(key)
             self._value(part, inner, place.attribute_of(key), mask, depth + 1)
 
