@@ -9,6 +9,7 @@ import math
 import random
 from collections import OrderedDict, deque, namedtuple
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -24,22 +25,44 @@ D = 8
 ODD: dict[str, Callable[[], Case]] = {}
 
 
-def odd(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """A module from (4, 8) to something whose square is the loss."""
-
-    def build() -> Case:
-        torch.manual_seed(0)
-        model = make()
-        torch.manual_seed(1)
-        return Case(model, (torch.randn(4, D),), loss_fn=squares)
-
-    ODD[make.__name__] = build
-    return make
-
-
 def case(build: Callable[[], Case]) -> Callable[[], Case]:
     ODD[build.__name__] = build
     return build
+
+
+Make = Callable[[], nn.Module]
+Build = Callable[[], Case]
+
+
+def adding_to(
+    table: dict[str, Build], around: Callable[[], AbstractContextManager[Any]] = nullcontext
+) -> tuple[Callable[[Make], Make], Callable[[Build], Build]]:
+    """(odd, case) that put modules, and whole cases, into another table; what builds them runs inside `around()`."""
+
+    def odd(make: Make) -> Make:
+        def build() -> Case:
+            torch.manual_seed(0)
+            with around():
+                model = make()
+            torch.manual_seed(1)
+            return Case(model, (torch.randn(4, D),), loss_fn=squares)
+
+        table[make.__name__] = build
+        return make
+
+    def case(build: Build) -> Build:
+        def seeded() -> Case:
+            torch.manual_seed(0)
+            with around():
+                return build()
+
+        table[build.__name__] = seeded
+        return build
+
+    return odd, case
+
+
+odd, _ = adding_to(ODD)
 
 
 def squares(output: Any, target: None) -> torch.Tensor:

@@ -5,18 +5,19 @@ Entries as in `odd_models`; some need a library of their own, which they import.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 import warnings
 from collections import UserDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from models import Case
-from odd_models import D, lin, of, squares
+from odd_models import D, adding_to, lin, of, squares
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -24,30 +25,14 @@ from torch.utils.checkpoint import checkpoint
 ODDER: dict[str, Callable[[], Case]] = {}
 
 
-def odd(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """A module from (4, 8) to something whose square is the loss."""
-
-    def build() -> Case:
-        torch.manual_seed(0)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model = make()
-        torch.manual_seed(1)
-        return Case(model, (torch.randn(4, D),), loss_fn=squares)
-
-    ODDER[make.__name__] = build
-    return make
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
-def case(build: Callable[[], Case]) -> Callable[[], Case]:
-    def seeded() -> Case:
-        torch.manual_seed(0)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return build()
-
-    ODDER[build.__name__] = seeded
-    return build
+odd, case = adding_to(ODDER, _without_warnings)
 
 
 class Mlp(nn.Module):

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from models import Case
-from odd_models import D, lin, of, squares
+from odd_models import D, adding_to, lin, of, squares
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, rnn
@@ -25,26 +25,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 ODDEST: dict[str, Callable[[], Case]] = {}
 
 
-def odd(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """A module from (4, 8) to something whose square is the loss."""
-
-    def build() -> Case:
-        torch.manual_seed(0)
-        model = make()
-        torch.manual_seed(1)
-        return Case(model, (torch.randn(4, D),), loss_fn=squares)
-
-    ODDEST[make.__name__] = build
-    return make
-
-
-def case(build: Callable[[], Case]) -> Callable[[], Case]:
-    def seeded() -> Case:
-        torch.manual_seed(0)
-        return build()
-
-    ODDEST[build.__name__] = seeded
-    return build
+odd, case = adding_to(ODDEST)
 
 
 def images(model: nn.Module, channels: int = 3, size: int = 8) -> Case:
