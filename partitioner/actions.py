@@ -212,15 +212,18 @@ class _Needs:
         return [need for need in self.of(action) if need.stage != action.stage]
 
 
-def check_schedule(orders: Orders, edges: Edges | None = None) -> None:
+def check_schedule(orders: Orders, edges: Edges | None = None, *, turns: bool = False) -> None:
     """Prove that these lists can run and lose nothing; otherwise an ArgumentError, with the fault marked on the grid.
 
     - every stage, 0 to p - 1, is on one rank, and runs every micro-batch once: forward and, if any stage does,
       backward, whole (B) or in two parts (I and W);
     - no rank waits in a circle, given that sends do not block;
     - on each edge between stages, one way and the other, messages are received in the order in which they are sent.
+
+    turns: a stage may be on several ranks, each of which runs some of its micro-batches; messages keep their order
+    from each rank to each other.
     """
-    _check_complete(orders)
+    _check_complete(orders, turns)
     needs = _Needs(orders, edges)
     done = {action for _, action in walk(orders, edges)}
     stuck = [(rank, action) for rank, order in enumerate(orders) for action in order if action not in done]
@@ -234,7 +237,7 @@ def check_schedule(orders: Orders, edges: Edges | None = None) -> None:
     _check_pairing(orders, edges, needs)
 
 
-def _check_complete(orders: Orders) -> None:
+def _check_complete(orders: Orders, turns: bool) -> None:
     rank_of: dict[int, int] = {}
     seen: set[Action] = set()
     for rank, order in enumerate(orders):
@@ -244,7 +247,7 @@ def _check_complete(orders: Orders) -> None:
             if action in seen:
                 _fail(f"{action} is there twice", orders, None, [action])
             seen.add(action)
-            if rank_of.setdefault(action.stage, rank) != rank:
+            if rank_of.setdefault(action.stage, rank) != rank and not turns:
                 _fail(f"stage {action.stage} is on ranks {rank_of[action.stage]} and {rank}", orders, None, [action])
     if not seen:
         raise ArgumentError("the schedule is empty: it needs at least one action")
@@ -264,13 +267,13 @@ def _check_complete(orders: Orders) -> None:
 
 
 def _check_pairing(orders: Orders, edges: Edges | None, needs: _Needs) -> None:
-    """Compare, on each edge between stages and each way, the messages as sent with the messages as awaited."""
+    """Compare, on each edge between ranks and each way, the messages as sent with the messages as awaited."""
     place = {action: (rank, at) for rank, order in enumerate(orders) for at, action in enumerate(order)}
-    awaited: dict[tuple[int, int, bool], list[tuple[Action, Action]]] = {}
-    for order in orders:
+    awaited: dict[tuple[int, int, int, int, bool], list[tuple[Action, Action]]] = {}
+    for rank, order in enumerate(orders):
         for action in order:
             for source in needs.received(action):
-                key = (source.stage, action.stage, action.kind == "F")
+                key = (place[source][0], rank, source.stage, action.stage, action.kind == "F")
                 awaited.setdefault(key, []).append((source, action))
     for messages in awaited.values():
         sent = sorted(messages, key=lambda message: place[message[0]])

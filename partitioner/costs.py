@@ -150,6 +150,43 @@ def forward_costs(
     ]
 
 
+def turn_costs(
+    graph: CostGraph,
+    cluster: Cluster,
+    training: Training,
+    num_microbatches: int,
+    *,
+    cuts: Sequence[int],
+    devices: Sequence[Sequence[int]],
+) -> Replica:
+    """What forward passes cost where the ranks of a stage take turns at the micro-batches of one pipeline.
+
+    devices: of the cluster, by stage, those of its ranks. A stage takes what its slowest device does, a message what
+    the slowest link between a rank of the one stage and a rank of the other does.
+    """
+    graph.check_cuts(cuts)
+    samples = training.batch_size / num_microbatches
+    if samples < 1:
+        raise ArgumentError(
+            f"a batch of {training.batch_size} cannot be cut into {num_microbatches} micro-batches: use fewer of them "
+            "or a larger batch_size"
+        )
+    if (highest := max(map(max, devices))) >= cluster.num_devices:
+        raise ArgumentError(f"there is no device {highest}: the cluster has {cluster.num_devices}")
+    forward_s, slicing_s = graph.at(samples).forward_s, graph.slicing_s(len(devices))
+    stages = tuple(
+        StageCost(
+            (float(forward_s[i:j].sum()) + slicing_s) / min(cluster.devices[one].relative_speed for one in row), 0.0
+        )
+        for (i, j), row in zip(graph.bounds(cuts), devices, strict=True)
+    )
+    transfers = []
+    for source, target, num_bytes, _ in graph.transfers(cuts, samples):
+        links = {cluster.link(a, b) for a in devices[source] for b in devices[target]}
+        transfers.append(Transfer(source, target, max(link.time(num_bytes) for link in links), 0.0))
+    return Replica(stages, tuple(transfers))
+
+
 def exchange_s(
     graph: CostGraph, link: Link, shard: Shard, num_replicas: int, first: Any, last: Any
 ) -> tuple[tuple[Any, Any], Any]:

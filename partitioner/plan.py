@@ -14,11 +14,11 @@ from partitioner.errors import ArgumentError
 from partitioner.graph import CostGraph
 from partitioner.profiles import Profile, read_checked, write_whole
 from partitioner.rounds import SPLIT_BACKWARD
-from partitioner.schedule import build_schedule, placement
+from partitioner.schedule import build_schedule, placement, taking_turns
 from partitioner.specs import Bytes, Cluster, Device, Frozen, ScheduleName, Seconds, Shard, Training
 
-FORMAT_VERSION: Final = 2
-"""1: without `devices`; rank i sat on device i."""
+FORMAT_VERSION: Final = 3
+"""1: without `devices`; rank i sat on device i. 2: every stage on as many ranks as there are replicas."""
 
 
 class MemoryItems(Frozen):
@@ -54,12 +54,13 @@ class MemoryItems(Frozen):
 
 
 class Stage(Frozen):
-    """Consecutive layers that run as one pipeline step, on one rank of each replica."""
+    """Consecutive layers that run as one pipeline step, on one rank of each replica, or on ranks that take turns."""
 
     index: int
     layers: Annotated[tuple[str, ...], Field(min_length=1)]
     ranks: tuple[int, ...]
-    """One a replica, in replica order. Stages of one pipeline rank name the same ones."""
+    """One a replica, in replica order. Stages of one pipeline rank name the same ones. Where they take turns, those of
+    the one pipeline: micro-batch k runs on ranks[k % len(ranks)]."""
     recompute: bool = False
     shard: Shard = "none"
 
@@ -126,6 +127,7 @@ class Alternative(Frozen):
     """A plan that was simulated and not chosen."""
 
     mesh: dict[str, int]
+    """As of a plan; where ranks take turns, `devices` says how many each stage has."""
     schedule: ScheduleName
     num_microbatches: int
     stage_sizes: tuple[int, ...]
@@ -141,13 +143,13 @@ class Alternative(Frozen):
 class Plan(ShownPlan, Frozen):
     """What `partition` returns: everything needed to run it, re-simulate it, draw it and compare it, in one file."""
 
-    version: Literal[2] = FORMAT_VERSION
-    """Files of version 1 are read, too."""
+    version: Literal[3] = FORMAT_VERSION
+    """Files of versions 1 and 2 are read, too."""
     profile: Profile
     cluster: Cluster
     training: Training
     mesh: dict[str, int]
-    """pp: ranks of one pipeline; dp: replicas of it."""
+    """pp: ranks of one pipeline; dp: replicas of it. Of one whose stages' ranks take turns, pp counts stages."""
     schedule: ScheduleName
     num_microbatches: Annotated[int, Field(ge=1)]
     """A replica."""
@@ -178,7 +180,7 @@ class Plan(ShownPlan, Frozen):
             sizes = fields["mesh"].values() if isinstance(fields.get("mesh"), dict) else ()
             if sizes and all(type(size) is int and 0 < size < 2**24 for size in sizes):
                 fields = fields | {"devices": tuple(range(math.prod(sizes)))}
-        return fields | {"version": FORMAT_VERSION} if fields.get("version") == 1 else fields
+        return fields | {"version": FORMAT_VERSION} if fields.get("version") in (1, 2) else fields
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -194,8 +196,10 @@ class Plan(ShownPlan, Frozen):
         ranks = sorted(rank for some in by_place for rank in some)
         if ranks != list(range(len(ranks))) or len(ranks) > self.cluster.num_devices:
             raise ValueError(f"ranks {ranks} are not 0 to {len(ranks) - 1} of {self.cluster.num_devices} devices")
-        if self.mesh.get("pp") != len(by_place) or any(len(some) != self.mesh.get("dp") for some in by_place):
+        if self.mesh.get("pp") != len(by_place) or (self.takes_turns and self.mesh.get("dp") != 1):
             raise ValueError(f"mesh {self.mesh} does not match {len(self.stages)} stages of the ranks listed")
+        if self.takes_turns:
+            self._check_turns(len(by_place))
         there = range(self.cluster.num_devices)
         if len(self.devices) != len(ranks) or len({*self.devices} & {*there}) != len(ranks):
             raise ValueError(
@@ -210,6 +214,15 @@ class Plan(ShownPlan, Frozen):
         if self.orders is not None:
             self._check_orders()
         return self
+
+    def _check_turns(self, num_places: int) -> None:
+        if (self.training.objective, self.schedule) != ("throughput", "gpipe"):
+            raise ValueError(
+                f"ranks of a stage that take turns are for objective 'throughput' under gpipe, the plan has "
+                f"{self.training.objective!r} under {self.schedule}"
+            )
+        if num_places != len(self.stages) or self.orders is not None:
+            raise ValueError("ranks of a stage that take turns have one stage each, and no orders of their own")
 
     def _check_orders(self) -> None:
         """The lists given are of these stages and micro-batches, can run, and keep what the schedule promises."""
@@ -235,7 +248,12 @@ class Plan(ShownPlan, Frozen):
         check_schedule(orders, [(one.source, one.target) for one in graph.transfers(cuts, self.microbatch_samples)])
 
     def actions(self) -> tuple[tuple[Action, ...], ...]:
-        """What each rank of a pipeline runs in a training step, in order: the schedule's lists, or the plan's own."""
+        """What each rank of a pipeline runs in a training step, in order: the schedule's lists, or the plan's own.
+
+        Of ranks that take turns, which train nothing: their forwards, stage by stage.
+        """
+        if self.takes_turns:
+            return taking_turns([len(stage.ranks) for stage in self.stages], self.num_microbatches)
         if self.orders is None:
             return build_schedule(self.schedule, self.num_stages, self.num_microbatches, num_ranks=self.mesh["pp"])
         return tuple(tuple(map(Action.parse, order.split())) for order in self.orders)
@@ -247,6 +265,12 @@ class Plan(ShownPlan, Frozen):
     @property
     def num_replicas(self) -> int:
         return self.mesh["dp"]
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether stages have other numbers of ranks than there are replicas: each takes every so many-th micro-batch
+        of one pipeline. For inference alone."""
+        return any(len(stage.ranks) != self.mesh.get("dp") for stage in self.stages)
 
     @property
     def stages_per_rank(self) -> int:
@@ -261,7 +285,7 @@ class Plan(ShownPlan, Frozen):
     @property
     def num_ranks(self) -> int:
         """Devices used; it can be fewer than the cluster has, and `why` says so then."""
-        return self.mesh["pp"] * self.num_replicas
+        return len(self.devices)
 
     @property
     def stage_devices(self) -> tuple[tuple[int, ...], ...]:

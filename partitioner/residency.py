@@ -164,7 +164,8 @@ def _of_rank(plan: Plan, rank: int, figures: list[_StageBytes], spans: list[Span
         for name, value in figures[stage].always.items():
             now[name] += value
     now["buffers"] -= plan.profile.buffer_bytes * (len(own) - 1)  # once a rank, not once a stage
-    axes = plan.mesh.values() if _trains(plan) else (plan.num_stages,)  # replicas of inference send each other nothing
+    # Replicas of inference send each other nothing; ranks that take turns are all of one pipeline.
+    axes = plan.mesh.values() if _trains(plan) else (plan.num_ranks if plan.takes_turns else plan.num_stages,)
     now["overhead"] = overhead_bytes(plan.device_of(rank), *axes)
     if plan.num_stages == 1:
         now["buckets"] = figures[0].bucket

@@ -17,6 +17,7 @@ others, but the last one starts (p - 1) F after the first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -118,6 +119,25 @@ def forward_only(
     """
     orders = build_schedule("gpipe", num_stages, num_microbatches, num_ranks=num_ranks)
     return tuple(tuple(action for action in order if action.kind == "F") for order in orders)
+
+
+def taking_turns(num_ranks: Sequence[int], num_microbatches: int) -> tuple[tuple[Action, ...], ...]:
+    """Inference where each stage has its own number of ranks: micro-batch k of a stage runs on its rank k % ranks.
+
+    Ranks are listed stage by stage. A rank whose turn does not come has nothing to do.
+
+    >>> from partitioner.actions import grid
+    >>> print(grid(taking_turns([1, 2], 3)))
+    t         0    1    2    3
+    rank 0  0F0  0F1  0F2
+    rank 1    .  1F0    .  1F2
+    rank 2    .    .  1F1
+    """
+    return tuple(
+        tuple(Action(stage, "F", k) for k in range(turn, num_microbatches, count))
+        for stage, count in enumerate(num_ranks)
+        for turn in range(count)
+    )
 
 
 def placement(name: ScheduleName, num_stages: int, num_ranks: int | None = None) -> tuple[int, ...]:

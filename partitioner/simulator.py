@@ -17,7 +17,7 @@ import numpy as np
 
 from partitioner.actions import KINDS, Orders, Table, chain, check_schedule, most_held
 from partitioner.clock import Clock, Floats, Replica, StageCost, StepTimes, Transfer, run_clock
-from partitioner.costs import Baseline, exchange_s, place, replica_costs, single_device
+from partitioner.costs import Baseline, exchange_s, place, replica_costs, single_device, turn_costs
 from partitioner.errors import ArgumentError, expect
 from partitioner.graph import CostGraph
 from partitioner.memory import stage_memory
@@ -28,6 +28,7 @@ from partitioner.schedule import forward_only, in_flight, placement, schedule_ta
 from partitioner.specs import MOST_SECONDS, Cluster, ScheduleName, Training
 from partitioner.steady import step_times
 from partitioner.timeline import Span, Timeline
+from partitioner.turns import turn_timeline
 
 
 def replay(
@@ -90,6 +91,11 @@ def simulate(
     num_microbatches = plan.num_microbatches if microbatches is None else microbatches
     graph = CostGraph.from_profile(plan.profile)
     cuts = [graph.position[stage.layers[0]] for stage in plan.stages[1:]]
+    if plan.takes_turns:
+        if name != plan.schedule:
+            raise ArgumentError(f"ranks that take turns run forwards alone, which {name} does not order: leave it out")
+        costs = turn_costs(graph, cluster, plan.training, num_microbatches, cuts=cuts, devices=devices)
+        return turn_timeline(costs, ranks, num_microbatches)
     replicas = replica_costs(
         graph,
         cluster,

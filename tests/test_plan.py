@@ -27,7 +27,7 @@ def test_a_plan_file_stands_alone(tmp_path: Path) -> None:
     assert [layer["id"] for layer in content["profile"]["layers"]] == [f"block.{k}" for k in range(4)]
     assert content["cluster"]["devices"][0]["memory_bytes"] == 2**30
     assert content["training"]["batch_size"] == 8
-    assert content["version"] == 2
+    assert content["version"] == 3
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_a_file_that_is_no_plan_is_refused_by_the_field(tmp_path: Path, changes:
 def test_a_file_of_a_later_format_is_refused_with_both_numbers(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(json.loads(given_plan().model_dump_json()) | {"version": 99}))
-    with pytest.raises(ArgumentError, match="is a Plan of format 99, this partitioner reads format 2"):
+    with pytest.raises(ArgumentError, match="is a Plan of format 99, this partitioner reads format 3"):
         load(path)
 
 
@@ -100,6 +100,12 @@ def test_a_file_from_before_plans_had_devices_has_rank_i_on_device_i(tmp_path: P
     (tmp_path / "plan.json").write_text(json.dumps(fields))
     assert load(tmp_path / "plan.json") == plan
     assert plan.devices == (0, 1)
+
+
+def test_a_file_from_before_ranks_took_turns_reads_as_it_was(tmp_path: Path) -> None:
+    plan = given_plan()
+    (tmp_path / "plan.json").write_text(json.dumps(json.loads(plan.model_dump_json()) | {"version": 2}))
+    assert load(tmp_path / "plan.json") == plan and not plan.takes_turns
 
 
 def test_ranks_sit_on_the_devices_that_the_plan_names(tmp_path: Path) -> None:

@@ -50,9 +50,9 @@ def digest(batch: Any) -> int:
 
 def refuse_differing(number: int, mesh: Mesh) -> None:
     """An ArgumentError on all ranks of the replica, naming those whose digest is not the first stage's."""
-    numbers = [torch.zeros((), dtype=torch.int64) for _ in range(mesh.num_stages)]
+    ranks = mesh.replica_ranks
+    numbers = [torch.zeros((), dtype=torch.int64) for _ in ranks]
     dist.all_gather(numbers, torch.tensor(number), group=mesh.within_replica)
-    ranks = sorted(mesh.rank_of(stage) for stage in range(mesh.num_stages))
     found = {rank: int(value) for rank, value in zip(ranks, numbers, strict=True)}
     first = mesh.rank_of(0)
     others = [rank for rank in ranks if found[rank] != found[first]]

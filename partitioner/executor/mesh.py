@@ -1,10 +1,10 @@
 """Who this rank is and whom it talks to: the process groups of a plan, made in one order on all ranks.
 
 control    all ranks, gloo: preambles, small agreements, and all data where ranks have no device of their own
-replica    the ranks of one replica, gloo
+replica    the ranks of one replica, gloo; where ranks take turns all are of one
 across     the last stage's ranks over all replicas, gloo: weights and losses
 owners     the ranks of some stages over all replicas: they hold the same parameters and reduce their gradients
-edge       two ranks, NCCL: tensors of one directed edge, where every rank has a CUDA device of its own
+edge       two ranks, NCCL: tensors that go from the one to the other, where every rank has a CUDA device of its own
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import socket
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import product
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ class Mesh:
     rank: int
     stage: int
     replica: int
+    turn: int
+    """Which micro-batches of the stage are this rank's: turn, turn + ranks that take turns, and so on."""
     device: torch.device
     timeout_s: float
     owns_default: bool = False
@@ -45,6 +48,7 @@ class Mesh:
     across: dist.ProcessGroup | None = None
     owners: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
     edges: dict[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
+    """(source rank, target rank) -> group."""
 
     @property
     def num_stages(self) -> int:
@@ -58,17 +62,35 @@ class Mesh:
     def is_last(self) -> bool:
         return self.stage == self.num_stages - 1
 
-    def rank_of(self, stage: int, replica: int | None = None) -> int:
-        """The rank that runs a stage, of this replica or another."""
-        return self.plan.stages[stage].ranks[self.replica if replica is None else replica]
+    def ranks_in_turn(self, stage: int, replica: int | None = None) -> tuple[int, ...]:
+        """The ranks that run a stage, of this replica or another: one, or those that take turns."""
+        ranks = self.plan.stages[stage].ranks
+        if self.plan.takes_turns:
+            return ranks
+        return (ranks[self.replica if replica is None else replica],)
+
+    def rank_of(self, stage: int, replica: int | None = None, microbatch: int = 0) -> int:
+        """The rank that runs a micro-batch of a stage, of this replica or another."""
+        ranks = self.ranks_in_turn(stage, replica)
+        return ranks[microbatch % len(ranks)]
+
+    @property
+    def num_turns(self) -> int:
+        """How many ranks take turns at this one's stage."""
+        return len(self.ranks_in_turn(self.stage))
+
+    @property
+    def replica_ranks(self) -> list[int]:
+        """All ranks of this replica, ascending."""
+        return sorted(rank for stage in range(self.num_stages) for rank in self.ranks_in_turn(stage))
 
     def ranks_of(self, stages: Collection[int]) -> list[int]:
         """The ranks of some stages over all replicas, ascending."""
         return sorted(rank for stage in stages for rank in self.plan.stages[stage].ranks)
 
     def channel(self, source: int, target: int) -> Channel:
-        """How this rank talks to the other one of an edge, which goes from one stage of this replica to another."""
-        peer = self.rank_of(target if source == self.stage else source)
+        """How this rank talks to the other one of an edge, which goes from one rank of this replica to another."""
+        peer = target if source == self.rank else source
         group = self.edges.get((source, target))
         data = None if group is None else End(group, int(peer > self.rank))
         return Channel(peer, End(self.control, peer), data)
@@ -89,13 +111,16 @@ class Mesh:
                 self.owners[stages] = group
         if self.has_own_device:
             for source, target in sorted({*edges, *((b, a) for a, b in edges)}):
-                pairs = [[self.rank_of(source, k), self.rank_of(target, k)] for k in range(self.num_replicas)]
-                group = self._one_of([sorted(pair) for pair in pairs], "nccl")
-                if self.stage in (source, target):
-                    dist.all_reduce(
-                        torch.zeros(1, device=self.device), group=group
-                    )  # connects: later sends do not wait
-                    self.edges[source, target] = group
+                pairs = [
+                    pair
+                    for k in range(self.num_replicas)
+                    for pair in product(self.ranks_in_turn(source, k), self.ranks_in_turn(target, k))
+                ]
+                for pair, group in [(pair, self._group(sorted(pair), "nccl")) for pair in pairs]:
+                    if self.rank in pair:
+                        # Connects: later sends do not wait.
+                        dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+                        self.edges[pair] = group
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, on every rank."""
@@ -160,13 +185,15 @@ def join_mesh(plan: Plan, device: str | torch.device | None, timeout_s: float) -
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if world != plan.num_ranks:
         raise PlanMismatchError(
-            f"the plan is for {plan.num_ranks} ranks ({plan.num_stages} stages x {plan.num_replicas} replicas), but "
-            f"{world} {'process was' if world == 1 else 'processes were'} started. Start it with torchrun "
-            f"--nproc-per-node {plan.num_ranks} train.py, or call partitioner.launch(train, plan)"
+            f"the plan is for {plan.num_ranks} ranks ({_shape(plan)}), but {world} "
+            f"{'process was' if world == 1 else 'processes were'} started. Start it with torchrun --nproc-per-node "
+            f"{plan.num_ranks} train.py, or call partitioner.launch(train, plan)"
         )
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"]) if world > 1 else 0
     stage = next(stage for stage in plan.stages if rank in stage.ranks)
-    mesh = Mesh(plan, rank, stage.index, stage.ranks.index(rank), _device(plan, rank, device), timeout_s)
+    at = stage.ranks.index(rank)
+    replica, turn = (0, at) if plan.takes_turns else (at, 0)
+    mesh = Mesh(plan, rank, stage.index, replica, turn, _device(plan, rank, device), timeout_s)
     if world == 1:
         return mesh
     if not dist.is_initialized():
@@ -178,6 +205,12 @@ def join_mesh(plan: Plan, device: str | torch.device | None, timeout_s: float) -
     places = mesh.gather((socket.gethostname(), str(mesh.device)))
     mesh.has_own_device = mesh.device.type == "cuda" and len(set(places)) == len(places)
     return mesh
+
+
+def _shape(plan: Plan) -> str:
+    if plan.takes_turns:
+        return f"{' + '.join(str(len(stage.ranks)) for stage in plan.stages)} of its stages"
+    return f"{plan.num_stages} stages x {plan.num_replicas} replicas"
 
 
 def _device(plan: Plan, rank: int, device: str | torch.device | None) -> torch.device:

@@ -1,6 +1,7 @@
 """One rank's walk over its list of actions: receive, compute, send.
 
-    F   receive activations from each source, run the stage's forward, send to each target
+    F   receive activations from each source, run the stage's forward, send to each target: of a stage whose ranks take
+        turns, from and to the one whose turn the micro-batch is
     B   receive gradients from each target, run the stage's backward, send to each source
 
 Sends return at once and receives wait, so any list that `check_schedule` accepts runs through.
@@ -19,10 +20,11 @@ from partitioner.executor.mesh import Mesh
 from partitioner.executor.randomness import Randomness
 from partitioner.executor.recorder import Recorder
 from partitioner.executor.replicas import Replicas
+from partitioner.executor.turns import InTurn, Outputs
 from partitioner.losses import Loss
 from partitioner.microbatches import MicroBatch
 from partitioner.parts import Payload
-from partitioner.schedule import build_schedule, forward_only
+from partitioner.schedule import build_schedule, taking_turns
 from partitioner.slicing import Slice, SliceRun, backward_through, gradients_of
 from partitioner.structures import map_tensors
 from partitioner.wire import Receiver, Sender, Tag
@@ -57,11 +59,12 @@ class Pipeline:
         self._mesh, self._part, self._loss = mesh, part, loss
         self._randomness, self._recorder, self._replicas = randomness, recorder, replicas
         self.now: Action | None = None
-        stage, device = mesh.stage, mesh.device
-        self._from = {s: Receiver(mesh.channel(s, stage), device) for s in part.sources}
-        self._to = {t: Sender(mesh.channel(stage, t)) for t in part.targets}
-        self._back_from = {t: Receiver(mesh.channel(t, stage), device) for t in part.targets}
-        self._back_to = {s: Sender(mesh.channel(stage, s)) for s in part.sources}
+        here, device, ranks = mesh.rank, mesh.device, mesh.ranks_in_turn
+        self._from = {s: InTurn(Receiver(mesh.channel(far, here), device) for far in ranks(s)) for s in part.sources}
+        self._to = {t: InTurn(Sender(mesh.channel(here, far)) for far in ranks(t)) for t in part.targets}
+        self._back_from = {t: Receiver(mesh.channel(mesh.rank_of(t), here), device) for t in part.targets}
+        self._back_to = {s: Sender(mesh.channel(here, mesh.rank_of(s))) for s in part.sources}
+        self._beside = Outputs(mesh) if mesh.is_last and mesh.num_turns > 1 else None
         self._runs: dict[int, SliceRun] = {}
         self._roots: dict[int, torch.Tensor] = {}
 
@@ -74,7 +77,7 @@ class Pipeline:
         `outputs` and returns its part of the loss; other stages return None.
         """
         mesh, count = self._mesh, len(microbatches)
-        for receiver in (*self._from.values(), *self._back_from.values()):
+        for receiver in (*(some.of(0) for some in self._from.values()), *self._back_from.values()):
             receiver.expect()
         total: torch.Tensor | None = None
         if mesh.num_stages == 1:
@@ -95,30 +98,35 @@ class Pipeline:
             else:
                 self._forward("F", step, k, count, microbatches[k])
         self.now = None
-        for sender in (*self._to.values(), *self._back_to.values()):
+        for sender in (*(sender for some in self._to.values() for sender in some), *self._back_to.values()):
             sender.flush()
         return total
 
     def evaluate(self, step: int, microbatches: Sequence[MicroBatch]) -> list[Any]:
-        """Forward of all micro-batches; the last stage's outputs."""
-        mesh, outputs = self._mesh, []
-        for receiver in self._from.values():
-            receiver.expect()
-        for action in forward_only(mesh.num_stages, len(microbatches))[mesh.stage]:
+        """Forward of all micro-batches that are this rank's; the last stage's outputs, of all of them."""
+        mesh, count, outputs = self._mesh, len(microbatches), dict[int, Any]()
+        senders = [sender for some in self._to.values() for sender in some]
+        if mesh.turn < count:
+            for some in self._from.values():
+                some.of(mesh.turn).expect()
+        counts = [len(mesh.ranks_in_turn(stage)) for stage in range(mesh.num_stages)]
+        for action in taking_turns(counts, count)[sum(counts[: mesh.stage]) + mesh.turn]:
             self.now, k = action, action.microbatch
-            outputs.append(self._forward("E", step, k, len(microbatches), microbatches[k]).output)
+            outputs[k] = self._forward("E", step, k, count, microbatches[k]).output
             del self._runs[k]
-            for sender in self._to.values():
+            for sender in senders:
                 sender.keep_at_most(mesh.num_stages)
         self.now = None
-        for sender in self._to.values():
+        for sender in senders:
             sender.flush()
-        return outputs
+        if self._beside is not None:
+            outputs = self._beside.exchanged(step, outputs, count)
+        return [outputs[k] for k in sorted(outputs)]
 
     def drop(self) -> None:
         """Let go of every connection and half-done message; gloo closes a connection when nothing refers to it."""
         self._from, self._to, self._back_from, self._back_to = {}, {}, {}, {}
-        self._runs, self._roots, self._replicas = {}, {}, None
+        self._runs, self._roots, self._replicas, self._beside = {}, {}, None, None
 
     def _forward(self, kind: str, step: int, k: int, count: int, microbatch: MicroBatch) -> SliceRun:
         received = self._receive_activations(Tag(kind, step, k), count)
@@ -128,7 +136,7 @@ class Pipeline:
         self._runs[k] = run
         for target, payload in run.sends.items():
             self._recorder.sends(target, k)
-            self._to[target].send(Tag(kind, step, k), payload.header, payload.tensors)
+            self._to[target].of(k).send(Tag(kind, step, k), payload.header, payload.tensors)
         return run
 
     def _forward_with_loss(
@@ -156,7 +164,7 @@ class Pipeline:
                 _, gradients[target] = receiver.receive(Tag("B", step, k))
             if k + 1 < count:
                 receiver.expect()
-            self._to[target].release(Tag("F", step, k))
+            self._to[target].of(k).release(Tag("F", step, k))
         run = self._runs.pop(k)
         with self._recorder.span("B", k):
             if self._replicas is not None:
@@ -175,11 +183,12 @@ class Pipeline:
 
     def _receive_activations(self, tag: Tag, count: int) -> dict[int, Payload]:
         received = {}
-        for source, receiver in self._from.items():
+        later = tag.microbatch + self._mesh.num_turns  # this rank's next one
+        for source, some in self._from.items():
             with self._recorder.receiving(source, tag.microbatch):
-                header, tensors = receiver.receive(tag)
-            if tag.microbatch + 1 < count:
-                receiver.expect()
+                header, tensors = some.of(tag.microbatch).receive(tag)
+            if later < count:
+                some.of(later).expect()
             received[source] = Payload(header, [tensor for tensor in tensors if tensor is not None])
         return received
 

@@ -127,7 +127,8 @@ class Recorder:
 
     def _travel(self, replica: int, message: Message, left: float) -> list[Span]:
         """A message on its way, and the part of it that the receiver stood waiting."""
-        ranks = [self._mesh.rank_of(stage, replica) for stage in (message.source, message.target)]
+        at = replica, message.microbatch
+        ranks = [self._mesh.rank_of(stage, *at) for stage in (message.source, message.target)]
         arrived = max(message.end_s, left)
         waited = min(max(left, message.start_s), arrived)
         return [

@@ -114,7 +114,7 @@ class LiveStage:
         if plan.num_stages > 1:
             part = Slice(placement.model, plan.profile, plan.stage_of(), mesh.stage, device=mesh.device)
         edges = {(stage, target) for stage, targets in mesh.gather((mesh.stage, part.targets)) for target in targets}
-        check_schedule(plan.actions(), edges)
+        check_schedule(plan.actions(), edges, turns=plan.takes_turns)
         mesh.make_groups(placement.owner_sets(), edges)
         shared: dict[tuple[int, ...], list[nn.Parameter]] = {}
         for name, parameter in placement.own.items():
@@ -217,11 +217,7 @@ class LiveStage:
         The loss is 0-d, detached and the same on every rank. Gradients are added to those already there.
         """
         with self._failures.caught():
-            if self.plan.training.objective != "train":
-                raise ArgumentError(
-                    f"this plan is for inference (objective={self.plan.training.objective!r}), with no memory for a "
-                    "backward: use eval_step, or plan with objective='train'"
-                )
+            self._refuse_inference()
             self._recorder.begin()
             microbatches, weights = self._prepared(inputs, target, self._loss)
             total, shares = self._shares(microbatches, weights)
@@ -240,11 +236,23 @@ class LiveStage:
     def eval_step(self, inputs: Any) -> Any:
         """The model's output for a batch, without gradients: on the last stage's rank of each replica, None elsewhere.
 
-        Nothing is switched to evaluation: `stage.module.eval()` does that.
+        Nothing is switched to evaluation: `stage.module.eval()` does that. Where the ranks of a stage take turns
+        (`plan.takes_turns`), all ranks pass the same batch, and each rank of the last stage gets the whole output. Each
+        sees some micro-batches alone, so a forward that changes a buffer, as that of BatchNorm in training mode does,
+        is an ArgumentError there; what it leaves in plain Python for the next forward is not looked after.
         """
         with self._failures.caught(), torch.no_grad():
+            if self.plan.training.objective != "train":
+                self._recorder.begin()
             microbatches, weights = self._prepared(inputs, None, self._own_loss)
+            before = self._buffer_versions()
             outputs = self._pipeline.evaluate(self._num_calls, microbatches)
+            if changed := [name for name, version in self._buffer_versions().items() if before.get(name) != version]:
+                raise ArgumentError(
+                    f"the forward changed {len(changed)} buffers ({changed[0]}), which the ranks that take turns at "
+                    f"stage {self.stage} would each have in another state: call stage.module.eval() first, or plan "
+                    "with a mesh"
+                )
             sizes = [microbatch.samples for microbatch in microbatches]
             return join(outputs, sizes, weights, self._cutter.batch_dim) if self._mesh.is_last else None
 
@@ -265,6 +273,7 @@ class LiveStage:
         A parameter that several stages share counts once. Every rank must call it.
         """
         with self._failures.caught():
+            self._refuse_inference()
             counted, own = [], []
             for name, parameter in self._placement.own.items():
                 if parameter.grad is not None:
@@ -326,6 +335,23 @@ class LiveStage:
 
     # -- inside
 
+    def _buffer_versions(self) -> dict[str, tuple[int, int]]:
+        """What tells whether a buffer is as it was, where ranks take turns; else nothing."""
+        if self._mesh.num_turns == 1:
+            return {}
+        return {
+            name: (id(buffer), buffer._version)
+            for name, buffer in self.module.named_buffers()
+            if self._placement.holds(name)
+        }
+
+    def _refuse_inference(self) -> None:
+        if self.plan.training.objective != "train":
+            raise ArgumentError(
+                f"this plan is for inference (objective={self.plan.training.objective!r}), with no memory for a "
+                "backward: use eval_step, or plan with objective='train'"
+            )
+
     def _trains(self) -> bool:
         return any(parameter.requires_grad for parameter in self._placement.own.values())
 
@@ -334,7 +360,7 @@ class LiveStage:
         self._num_calls += 1
         args, kwargs = as_call(inputs)
         mesh = self._mesh
-        if mesh.num_stages > 1 and (self._num_calls <= COMPARE_FIRST or self._num_calls % COMPARE_EVERY == 0):
+        if len(mesh.replica_ranks) > 1 and (self._num_calls <= COMPARE_FIRST or self._num_calls % COMPARE_EVERY == 0):
             refuse_differing(digest((args, kwargs, target)), mesh)
         microbatches = self._cutter.cut(args, kwargs, target, self.plan.num_microbatches)
         parts = [

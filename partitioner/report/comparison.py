@@ -9,8 +9,8 @@ from partitioner.display import Shown
 from partitioner.plan import Plan
 from partitioner.report.blocks import Page, Prose, Table
 from partitioner.report.losses import LOSSES, SMALL
-from partitioner.report.plan_parts import stage_limit
-from partitioner.report.wording import mesh, percent, seconds
+from partitioner.report.plan_parts import mesh_of, stage_limit
+from partitioner.report.wording import percent, seconds
 from partitioner.specs import format_bytes
 
 
@@ -51,7 +51,7 @@ class Comparison(Shown):
         return [
             ("model", [plan.profile.model for plan in plans], None),
             ("devices", [f"{plan.num_ranks} of {plan.cluster.num_devices}" for plan in plans], None),
-            ("mesh", [mesh(plan.mesh) for plan in plans], None),
+            ("mesh", [mesh_of(plan) for plan in plans], None),
             ("schedule", [plan.schedule for plan in plans], None),
             ("stages", [str(plan.num_stages) for plan in plans], None),
             ("micro-batches", [str(plan.num_microbatches) for plan in plans], None),

@@ -87,7 +87,7 @@ def _version() -> str:
 
 def _subtitle(plan: Plan) -> str:
     return (
-        f"{count(plan.num_stages, 'stage')} as {mesh(plan.mesh)}, {plan.schedule}, "
+        f"{count(plan.num_stages, 'stage')} as {plan_parts.mesh_of(plan)}, {plan.schedule}, "
         f"{count(plan.num_microbatches, 'micro-batch', 'micro-batches')} of "
         f"{count(plan.microbatch_samples, 'sample')} a replica, {count(plan.training.batch_size, 'sample')} a step"
     )

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from partitioner.costs import Baseline, single_device
-from partitioner.errors import ArgumentError, SetupError
+from partitioner.errors import ArgumentError, NotBuiltError, SetupError
 from partitioner.graph import CostGraph
 from partitioner.plan import Plan
 from partitioner.report import plan_parts
@@ -29,6 +29,11 @@ class Exploration:
     """Other splits of a plan's model on the plan's own ranks, each predicted when it is asked for."""
 
     def __init__(self, plan: Plan) -> None:
+        if plan.takes_turns:
+            raise NotBuiltError(
+                "a plan whose ranks take turns cannot be explored in this version: explore one with a mesh, such as "
+                "mesh={'pp': 2}"
+            )
         self.plan = plan
         self.graph = CostGraph(plan.profile)
         self.cuts = tuple(self.graph.position[stage.layers[0]] for stage in plan.stages[1:])

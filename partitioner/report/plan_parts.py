@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
 from partitioner.errors import ArgumentError, expect
@@ -86,7 +86,7 @@ def summary(plan: Plan) -> tuple[tuple[str, str], ...]:
     limits = {stage_limit(plan, k) for k in range(plan.num_stages)}
     alone = "one device" if prediction.single_device_fits else "one device of unlimited memory (it does not fit one)"
     return (
-        ("mesh", f"{mesh(plan.mesh)}: {plan.num_ranks} of {plan.cluster.num_devices} devices"),
+        ("mesh", f"{mesh_of(plan)}: {plan.num_ranks} of {plan.cluster.num_devices} devices"),
         ("schedule", f"{plan.schedule}, {count(plan.num_microbatches, 'micro-batch', 'micro-batches')} a replica"),
         ("micro-batch", f"{count(plan.microbatch_samples, 'sample')} of a batch of {training.batch_size}"),
         ("predicted step", f"{seconds(prediction.step_s)} + optimizer {seconds(prediction.optimizer_s)}"),
@@ -105,6 +105,22 @@ def summary(plan: Plan) -> tuple[tuple[str, str], ...]:
         ("memory limit", " or ".join(format_bytes(limit) for limit in sorted(limits)) + " a device"),
         ("costs", f"{plan.profile.provenance} on {plan.profile.device}"),
     )
+
+
+def mesh_of(plan: Plan) -> str:
+    """The plan's mesh, and the ranks of each stage where they take turns."""
+    return mesh_in_turn(plan.mesh, [len(stage.ranks) for stage in plan.stages])
+
+
+def mesh_in_turn(axes: Mapping[str, int], ranks: Iterable[int]) -> str:
+    """
+    >>> mesh_in_turn({"pp": 2, "dp": 2}, [2, 2]), mesh_in_turn({"pp": 2, "dp": 1}, [1, 2])
+    ('pp 2 x dp 2', 'pp 2 x dp 1, 1 + 2 ranks in turn')
+    """
+    each = list(ranks)
+    if all(number == axes.get("dp") for number in each):
+        return mesh(axes)
+    return f"{mesh(axes)}, {' + '.join(map(str, each))} ranks in turn"
 
 
 def reasons(plan: Plan) -> tuple[str, ...]:
@@ -221,7 +237,7 @@ def runners_up(plan: Plan, why: Sequence[str] = ()) -> Table:
         slower = _distance(other.step_s / total_s - 1) if other.step_s is not None and total_s else ""
         rows.append(
             (
-                mesh(other.mesh),
+                mesh_in_turn(other.mesh, map(len, other.devices)),
                 other.schedule,
                 str(other.num_microbatches),
                 "+".join(map(str, other.stage_sizes)) + _recomputed(other),
