@@ -67,7 +67,9 @@ def partition(
     machine's CUDA devices (of CPU ranks, where it has fewer), a name such as "2x8xA100-80GB", or a Cluster.
     `loss_fn(output, target)`: None is the model's own loss. `batch_size`: samples of one optimizer step, all replicas
     together; None: that of `example_inputs`. `objective`: "train", or for inference with `eval_step` the most samples a
-    second ("throughput") or the least time of one batch ("latency"). `pin`: layer id -> stage, or
+    second ("throughput") or the least time of one batch ("latency"). `recompute`: never, always, or auto: the stages
+    that do not fit otherwise. `shard`: what a stage's replicas divide, none, zero1 (the optimizer's state) or zero2
+    (gradients, too), or auto: by stage, what makes the step the shortest. `pin`: layer id -> stage, or
     -> a word, for layers that are to share a stage: {"wte": "tied", "lm_head": "tied"}. `profile`: plan from it without
     measuring. `check`: run one micro-batch sliced and unsliced; cuts where the results differ are given up, and `why`
     says so. Under torchrun rank 0 plans and all ranks get its plan. Errors: `ArgumentError`, `NotBuiltError` (a value
@@ -120,6 +122,7 @@ def partition(
             optimizer=optimizer if isinstance(optimizer, str) else f"{optimizer:g} bytes a parameter",
             optimizer_bytes=_optimizer_bytes(optimizer, model),
             recompute=cast(Any, recompute),
+            shard=cast(Any, "none" if shard == "auto" and objective != "train" else shard),
             memory_limit_bytes=None if memory_limit is None else parse_bytes(memory_limit),
             objective=cast(Any, objective),
             pin=dict(pin or {}),

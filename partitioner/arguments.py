@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from partitioner.errors import ArgumentError, NotBuiltError, expect
-from partitioner.specs import EXECUTED, OPTIMIZER_BYTES, SCHEDULES, Cluster, parse_bytes
+from partitioner.specs import EXECUTED, EXECUTED_SHARDS, OPTIMIZER_BYTES, SCHEDULES, Cluster, parse_bytes
 
 _CHOICES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "precision": (("fp32",), ("bf16", "fp16", "bf16-mixed", "fp16-mixed")),
     "recompute": (("auto", "never", "always"), ()),
-    "shard": (("auto", "none"), ("zero1", "zero2", "zero3")),
+    "shard": (("auto", *EXECUTED_SHARDS), ("zero3",)),
     "gradient_compression": ((None,), ("fp16", "bf16", "powersgd")),
     "objective": (("train", "throughput", "latency"), ()),
     "schedule": (("auto", *EXECUTED), SCHEDULES),

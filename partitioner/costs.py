@@ -12,7 +12,7 @@ from partitioner.clock import Replica, StageCost, Transfer
 from partitioner.errors import ArgumentError
 from partitioner.graph import CostGraph
 from partitioner.memory import BUCKET_BYTES, memory_limit, stage_memory
-from partitioner.specs import EXCHANGES, Cluster, Link, Shard, Training
+from partitioner.specs import EXCHANGES, EXECUTED_SHARDS, Cluster, Link, Shard, Training
 
 FIRST_BUCKET_BYTES = 2**20
 """What DistributedDataParallel puts into the first bucket, so that it starts early."""
@@ -42,14 +42,15 @@ def replica_costs(
     cuts: Sequence[int],
     devices: Sequence[Sequence[int]],
     recompute: Sequence[bool] = (),
+    shard: Sequence[Shard] | None = None,
 ) -> list[Replica]:
     """What each replica's stages and transfers take on the devices and links that they have.
 
     devices: of the cluster, by stage, one a replica.
 
     A micro-batch is batch / (replicas x micro-batches) samples, a fraction where that does not divide. `recompute`: by
-    stage, whether its layers run again in their backward; empty is never. Stages of one rank hand tensors over in no
-    time.
+    stage, whether its layers run again in their backward; empty is never. `shard`: by stage, what its replicas divide;
+    None is the level that `training` names for all. Stages of one rank hand tensors over in no time.
     """
     graph.check_cuts(cuts)
     num_replicas = len(devices[0])
@@ -63,6 +64,7 @@ def replica_costs(
         raise ArgumentError(f"there is no device {highest}: the cluster has {cluster.num_devices}")
     arrays = graph.at(samples)
     bounds = graph.bounds(cuts)
+    shard = [training.one_shard] * len(bounds) if shard is None else shard
     moved = graph.transfers(cuts, samples)
     shared = [(parameter.bytes, owners) for parameter, owners in graph.synced_parameters(cuts) if parameter.trainable]
     elements = float(graph.trainable_elements(0, graph.num_layers))
@@ -81,9 +83,9 @@ def replica_costs(
         stages = []
         for stage, (first, last) in enumerate(bounds):
             speed, link = cluster.devices[devices[stage][r]].relative_speed, sync_links[stage]
-            gather_s, scatter_s = exchange_s(graph, link, training.shard, num_replicas, first, last)
-            if training.shard != "none":
-                sync_s = sharded_sync_s(graph, link, training.shard, num_replicas, first, last)
+            gather_s, scatter_s = exchange_s(graph, link, shard[stage], num_replicas, first, last)
+            if shard[stage] != "none":
+                sync_s = sharded_sync_s(graph, link, shard[stage], num_replicas, first, last)
             elif len(bounds) == 1:
                 sync_s = replica_sync_s(graph, link, samples, num_replicas, speed)
             else:
@@ -93,8 +95,8 @@ def replica_costs(
                     link = cluster.slowest_link(tuple(devices[owner][r] for owner in owners))
                     sync_s += link.all_reduce_time(num_bytes, len({devices[owner][r] for owner in owners}))
             part = float(graph.trainable_elements(first, last)) / elements if elements else 0.0
-            if training.shard != "none":
-                part /= num_replicas
+            if shard[stage] != "none" and num_replicas > 1:
+                part *= optimizer_part(graph, shard[stage], num_replicas, first, last)
             forward_s = float(arrays.forward_s[first:last].sum())
             again_s = forward_s if recompute and recompute[stage] else 0.0
             input_s = weight_s = None
@@ -200,6 +202,13 @@ def exchange_s(
         return (0.0, 0.0), scatter_s
     gather_s = exchange.microbatch_gathers / 2 * _gather_s(link, graph.weight_bytes(first, last), num_replicas)
     return (gather_s, gather_s), scatter_s
+
+
+def optimizer_part(graph: CostGraph, shard: Shard, num_replicas: int, first: Any, last: Any) -> Any:
+    """Of the optimizer's work on sharded layers [first, last), what the replica with the most of it does."""
+    if shard not in EXECUTED_SHARDS:
+        return 1 / num_replicas
+    return graph.largest_parts(first, last, num_replicas)[0]
 
 
 def sharded_sync_s(graph: CostGraph, link: Link, shard: Shard, num_replicas: int, first: Any, last: Any) -> Any:

@@ -385,6 +385,41 @@ class CostGraph(Shown):
             )
         return self._standing[key]
 
+    def largest_parts(self, first: ArrayLike, last: ArrayLike, dp: int) -> tuple[Any, Any]:
+        """Where each parameter of the layers [first, last) is with one of `dp` replicas, the most that one of them has:
+        the part of all trainable elements, and of all their bytes.
+
+        The largest parameter first, each to the replica that has the least, no replica has more than
+
+            total / dp + (1 - 1 / dp) largest          (Graham 1969, "Bounds on multiprocessing timing anomalies")
+        """
+        parts = []
+        for total, largest in zip(
+            (self.trainable_elements, self.trainable_bytes), self._largest_trainable, strict=True
+        ):
+            whole = np.asarray(total(first, last))
+            most = np.minimum(whole, whole / dp + (1 - 1 / dp) * largest(first, last))
+            parts.append(np.where(whole > 0, most / np.where(whole > 0, whole, 1.0), 1 / dp))
+        return parts[0], parts[1]
+
+    @cached_property
+    def largest_trainable(self) -> tuple[float, float]:
+        """Elements and bytes of the largest trainable parameter."""
+        elements, num_bytes = (float(one(0, self.num_layers)) for one in self._largest_trainable)
+        return elements, num_bytes
+
+    @cached_property
+    def _largest_trainable(self) -> tuple[IntervalMax, IntervalMax]:
+        """The same of layers; bytes that no Parameter explains count as one of their layer."""
+        unlisted = self._unlisted[1]
+        elements, num_bytes = unlisted / 4, unlisted.copy()
+        for parameter in self.profile.parameters:
+            if parameter.trainable:
+                at = sorted({self.position[name] for name in parameter.layers}) or [0]
+                elements[at] = np.maximum(elements[at], math.prod(parameter.shape))
+                num_bytes[at] = np.maximum(num_bytes[at], parameter.bytes)
+        return IntervalMax(elements), IntervalMax(num_bytes)
+
     def synced_parameters(self, cuts: Sequence[int]) -> tuple[tuple[Parameter, tuple[int, ...]], ...]:
         """Parameters that live on several stages, with those stages: copies to be kept equal."""
         edges = np.array(cuts, dtype=np.int64)

@@ -16,7 +16,7 @@ from partitioner.graph import CostGraph
 from partitioner.intervals import IntervalMax, IntervalSum
 from partitioner.plan import MemoryItems
 from partitioner.schedule import build_schedule, in_flight, placement
-from partitioner.specs import Device, Recompute, ScheduleName, Shard, StateBytes, Training
+from partitioner.specs import EXECUTED_SHARDS, Device, Recompute, Saving, ScheduleName, Shard, StateBytes, Training
 from partitioner.steps import Layout
 
 BUCKET_BYTES = 25 * 2**20
@@ -35,6 +35,7 @@ def stage_memory(
     num_replicas: int = 1,
     num_ranks: int | None = None,
     recompute: bool = False,
+    shard: Shard | None = None,
     orders: Orders | None = None,
 ) -> MemoryItems:
     """Bytes that one rank of `stage` holds at its peak, by what they are for. The stages are those of `cuts`.
@@ -42,13 +43,15 @@ def stage_memory(
     num_ranks: of the pipeline; None is one stage a rank. Of several stages on a rank, each has what it holds when the
     rank holds the most, and what the rank has once stands with its first stage: together they are the rank's peak, but
     for the gradients on their way, which only the stage at work has.
-    recompute: layers keep what they received and run again in their backward, one at a time.
+    recompute: layers keep what they received and run again in their backward, one at a time. shard: what the replicas
+    of each stage divide; None is the one that `training` names.
     orders: None is the schedule's own.
     The total, overhead and slack of the device included, is to be held against `memory_limit(device, training)`.
     """
     bounds, num_stages = graph.bounds(cuts), len(cuts) + 1
     overhead = overhead_bytes(device, num_ranks or num_stages, num_replicas)
     samples = training.batch_size / (num_replicas * num_microbatches)
+    saving = Saving(recompute, training.one_shard if shard is None else shard)
 
     def items_of(stages: slice | int, held: ArrayLike) -> dict[str, Any]:
         first, last = np.array(bounds)[stages].T
@@ -60,7 +63,7 @@ def stage_memory(
             samples=samples,
             held=held,
             replicated=num_replicas > 1,
-            spread=Spread(dp=num_replicas, shard=training.shard, recompute="always" if recompute else "never"),
+            spread=Spread.of_stage(saving, num_replicas),
         )
 
     if num_ranks is None or num_ranks == num_stages:
@@ -121,11 +124,23 @@ class Spread:
     dp: int = 1
     shard: Shard = "none"
     """Over `dp` ranks."""
+    whole_parameters: bool = False
+    """Each parameter's gradient and state are on one of the `dp` ranks, not an equal part of it on each."""
     recompute: Recompute = "never"
     products: float = 1.0
     """Share of the results of products that selective recomputation keeps; one half where it keeps every second one."""
     state: StateBytes | None = None
     """None: weights and gradients as the profile has them, the optimizer's state as Training says."""
+
+    @classmethod
+    def of_stage(cls, saving: Saving, dp: int) -> Spread:
+        """Of a stage as our own executor trains it."""
+        return cls(
+            dp=dp,
+            shard=saving.shard,
+            whole_parameters=saving.shard in EXECUTED_SHARDS,
+            recompute="always" if saving.recompute else "never",
+        )
 
     @classmethod
     def of(cls, layout: Layout, state: StateBytes | None, products: float = 1.0) -> Spread:
@@ -181,9 +196,12 @@ def interval_memory(
     if spread.shard != "none" and spread.dp > 1:
         at = np.arange(n)
         largest = IntervalMax(_divided(graph.weight_bytes, graph.divided_bytes, tp, at, at + 1))(i, j)
-        optimizer, master, step = optimizer / spread.dp, master / spread.dp, step / spread.dp
+        parts = (1 / spread.dp,) * 2
+        if spread.whole_parameters:
+            parts = graph.largest_parts(i, j, spread.dp)
+        optimizer, master, step = optimizer * parts[0], master * parts[0], step * parts[0]
         if spread.shard != "zero1":
-            gradients = gradients / spread.dp
+            gradients = gradients * parts[1]
             gathered = gathered + largest
         if spread.shard == "zero3":
             weights = weights / spread.dp

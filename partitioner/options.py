@@ -86,7 +86,7 @@ def parser(about: str) -> argparse.ArgumentParser:
         optimizer="for memory: sgd, sgd-momentum, adam or adamw",
         precision="fp32",
         recompute="never, auto or always",
-        shard="none or auto: state of the optimizer, gradients and weights over replicas",
+        shard="over replicas: none, zero1 (the optimizer's state), zero2 (gradients, too) or auto",
     )
     plan.add_argument("--gradient-compression", help="none in this version")
     plan.add_argument("--objective", help="train, throughput or latency (the last two of inference)")

@@ -15,7 +15,7 @@ from partitioner.ordering import Ordered, Room, search_order
 from partitioner.plan import Plan
 from partitioner.rounds import SPLIT_BACKWARD
 from partitioner.schedule import build_schedule, placement
-from partitioner.specs import Cluster, ScheduleName, Training
+from partitioner.specs import Cluster, Saving, ScheduleName, Shard, Training
 
 MOST_SEARCHED = 2**13
 """Actions of a step, up to which an order is searched; that takes a quarter of a millisecond an action."""
@@ -41,6 +41,7 @@ def best_order(plan: Plan, *, barrier: bool = True) -> Ordered:
         cuts=[graph.position[stage.layers[0]] for stage in plan.stages[1:]],
         devices=plan.stage_devices,
         recompute=[stage.recompute for stage in plan.stages],
+        shard=[stage.shard for stage in plan.stages],
         barrier=barrier,
     )
 
@@ -56,6 +57,7 @@ def faster_order(
     cuts: Sequence[int],
     devices: Sequence[Sequence[int]],
     recompute: Sequence[bool],
+    shard: Sequence[Shard],
 ) -> Orders | None:
     """An order of F, I and W for these stages, in the memory of their devices, with a shorter step than the schedule's.
 
@@ -75,11 +77,19 @@ def faster_order(
             cuts=cuts,
             devices=devices,
             recompute=recompute,
+            shard=shard,
         )
     except ArgumentError:  # one micro-batch of each stage does not fit, whatever the order
         return None
     replicas = replica_costs(
-        graph, cluster, training, num_microbatches=num_microbatches, cuts=cuts, devices=devices, recompute=recompute
+        graph,
+        cluster,
+        training,
+        num_microbatches=num_microbatches,
+        cuts=cuts,
+        devices=devices,
+        recompute=recompute,
+        shard=shard,
     )
 
     def step_s(orders: Orders) -> float:
@@ -99,6 +109,7 @@ def _search(
     cuts: Sequence[int],
     devices: Sequence[Sequence[int]],
     recompute: Sequence[bool],
+    shard: Sequence[Shard],
     barrier: bool = True,
 ) -> Ordered:
     """`search_order` for the slowest replica, with what the memory of every replica's devices has room for.
@@ -112,7 +123,7 @@ def _search(
         for device in (cluster.devices[one] for one in row):
             limit = memory_limit(device, training)
             limits[at] = min(limits[at], room_bytes(device, limit, num_places, num_replicas))
-    for (first, last), again, at in zip(graph.bounds(cuts), recompute, places, strict=True):
+    for (first, last), again, level, at in zip(graph.bounds(cuts), recompute, shard, places, strict=True):
         always, one = (
             sum(
                 float(value)
@@ -124,7 +135,7 @@ def _search(
                     samples=samples,
                     held=count,
                     replicated=num_replicas > 1,
-                    spread=Spread(dp=num_replicas, shard=training.shard, recompute="always" if again else "never"),
+                    spread=Spread.of_stage(Saving(again, level), num_replicas),
                 ).values()
             )
             for count in (0, 1)
@@ -132,7 +143,14 @@ def _search(
         limits[at] -= always
         held.append(one - always)
     replicas = replica_costs(
-        graph, cluster, training, num_microbatches=num_microbatches, cuts=cuts, devices=devices, recompute=recompute
+        graph,
+        cluster,
+        training,
+        num_microbatches=num_microbatches,
+        cuts=cuts,
+        devices=devices,
+        recompute=recompute,
+        shard=shard,
     )
     slowest = max(replicas, key=lambda one: sum(stage.forward_s + stage.backward_s for stage in one.stages))
     room = Room(tuple(limits), tuple(held))

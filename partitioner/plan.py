@@ -137,6 +137,8 @@ class Alternative(Frozen):
     """By stage, of the cluster, one a replica; () where a file of version 1 does not say."""
     recompute: tuple[bool, ...] = ()
     """By stage; () as above."""
+    shard: tuple[Shard, ...] = ()
+    """By stage; () where the file of an earlier version does not say: as the training names."""
     reason: str = ""
 
 
@@ -310,8 +312,11 @@ class Plan(ShownPlan, Frozen):
         return self.training.batch_size // (self.num_replicas * self.num_microbatches)
 
     @property
-    def gap(self) -> float:
-        """(step + optimizer) / lower bound - 1: 0 is proven optimal, but not of plans with `orders` of their own."""
+    def gap(self) -> float | None:
+        """(step + optimizer) / lower bound - 1: 0 is proven optimal. None: `orders` were searched, and nothing is known
+        of the best."""
+        if self.orders is not None:
+            return None
         total = self.prediction.step_s + self.prediction.optimizer_s
         return max(0.0, total / self.lower_bound_s - 1) if self.lower_bound_s else 0.0
 

@@ -26,6 +26,7 @@ from partitioner.errors import ArgumentError
 from partitioner.graph import CostGraph
 from partitioner.memory import Spread, inference_memory, interval_memory, overhead_bytes
 from partitioner.plan import MemoryItems, Plan
+from partitioner.specs import Saving
 from partitioner.timeline import COMPUTE, Span, Timeline
 
 Floats = NDArray[np.float64]
@@ -114,7 +115,7 @@ class _StageBytes:
         if not _trains(plan):
             return cls.of_forwards(graph, first, last, samples)
         own = plan.stages[stage]
-        spread = Spread(dp=plan.num_replicas, shard=own.shard, recompute="always" if own.recompute else "never")
+        spread = Spread.of_stage(Saving(own.recompute, own.shard), plan.num_replicas)
         none, one = (
             interval_memory(
                 graph,

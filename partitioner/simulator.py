@@ -25,7 +25,7 @@ from partitioner.own_order import faster_order
 from partitioner.plan import LostEfficiency, Plan, Prediction, StagePrediction
 from partitioner.rounds import SPLIT_BACKWARD
 from partitioner.schedule import forward_only, in_flight, placement, schedule_table
-from partitioner.specs import MOST_SECONDS, Cluster, ScheduleName, Training
+from partitioner.specs import MOST_SECONDS, Cluster, ScheduleName, Shard, Training
 from partitioner.steady import step_times
 from partitioner.timeline import Span, Timeline
 from partitioner.turns import turn_timeline
@@ -104,6 +104,7 @@ def simulate(
         cuts=cuts,
         devices=devices,
         recompute=[stage.recompute for stage in plan.stages],
+        shard=[stage.shard for stage in plan.stages],
     )
     if plan.training.objective == "train":
         orders: Orders | None = None
@@ -120,6 +121,7 @@ def simulate(
                 cuts=cuts,
                 devices=devices,
                 recompute=[stage.recompute for stage in plan.stages],
+                shard=[stage.shard for stage in plan.stages],
             )
         if orders is None:
             table = schedule_table(name, plan.num_stages, num_microbatches, plan.mesh["pp"])
@@ -147,6 +149,7 @@ def predict(
     cuts: Sequence[int],
     devices: Sequence[Sequence[int]] | None = None,
     recompute: Sequence[bool] | None = None,
+    shard: Sequence[Shard] | None = None,
     baseline: Baseline | None = None,
     orders: Orders | None = None,
     overhead_s: float = 0.0,
@@ -156,8 +159,9 @@ def predict(
 
     mesh: {"pp": ranks of a pipeline, "dp": replicas}; each rank has the same number of the stages that the cuts make.
     num_microbatches: a replica. devices: of the cluster, by stage, one a replica; None is `place`, with the stages
-    where the schedule has them. recompute: by stage; None is never. baseline: `single_device`'s answer, which is the
-    same for all splits of a model; None computes it. orders: of each rank of a pipeline; None is the schedule's own.
+    where the schedule has them. recompute: by stage; None is never. shard: by stage; None is the level that `training`
+    names. baseline: `single_device`'s answer, which is the same for all splits of a model; None computes it. orders: of
+    each rank of a pipeline; None is the schedule's own.
 
     Lost efficiency compares the devices' time with the baseline's, through runs each idealised one step further:
 
@@ -188,8 +192,16 @@ def predict(
     if baseline is None:
         baseline = single_device(graph, cluster, training, overhead_s=overhead_s)
     recompute = [False] * num_stages if recompute is None else recompute
+    shard = [training.one_shard] * num_stages if shard is None else shard
     replicas = replica_costs(
-        graph, cluster, training, num_microbatches=num_microbatches, cuts=cuts, devices=devices, recompute=recompute
+        graph,
+        cluster,
+        training,
+        num_microbatches=num_microbatches,
+        cuts=cuts,
+        devices=devices,
+        recompute=recompute,
+        shard=shard,
     )
     # Replicas of equal cost do the same at the same time, so one stands for all of them.
     distinct = list(dict.fromkeys(replicas))
@@ -241,6 +253,7 @@ def predict(
             num_replicas=num_replicas,
             num_ranks=num_places,
             recompute=recompute[stage],
+            shard=shard[stage],
             orders=orders,
         )
         stages.append(
@@ -276,7 +289,7 @@ def predict(
     exchanged_s = np.zeros(num_stages)
     for stage, (first, last) in enumerate(graph.bounds(cuts)):
         link = cluster.slowest_link(tuple(devices[stage]))
-        gathers_s, scatter_s = exchange_s(graph, link, training.shard, num_replicas, first, last)
+        gathers_s, scatter_s = exchange_s(graph, link, shard[stage], num_replicas, first, last)
         exchanged_s[stage] = sum(gathers_s) + scatter_s
     own_s = busy_s - num_microbatches * exchanged_s
     work_s = [max(float(np.bincount(places, row).max()) for row in own_s)]

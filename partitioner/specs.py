@@ -29,6 +29,17 @@ Precision = Literal["fp32", "bf16", "fp16", "bf16-mixed", "fp16-mixed"]
 """mixed: weights, activations and gradients in 16 bits, the optimizer's copy of the weights and its state in 32."""
 Shard = Literal["none", "zero1", "zero2", "zero3"]
 """Over replicas: zero1 the optimizer's state, zero2 gradients too, zero3 weights too (Rajbhandari et al. 2020)."""
+EXECUTED_SHARDS: tuple[Shard, ...] = ("none", "zero1", "zero2")
+"""Levels that the executor of this version runs: each parameter is kept up to date by one of the replicas."""
+
+
+class Saving(NamedTuple):
+    """What a stage does to hold less memory, at a cost in time."""
+
+    recompute: bool = False
+    """Layers run again in their backward instead of keeping what they save."""
+    shard: Shard = "none"
+    """What its replicas divide among them."""
 
 
 class Exchange(NamedTuple):
@@ -382,8 +393,9 @@ class Training(Given):
     recompute: Literal["auto", "never", "always"] = "never"
     """Whether stages run their layers again in their backward instead of keeping what these save; auto: those stages
     that do not fit otherwise."""
-    shard: Shard = "none"
-    """What replicas divide among them of a stage's training; levels but none are predicted, and not run."""
+    shard: Literal["auto"] | Shard = "none"
+    """What replicas divide among them of a stage's training; auto: each stage what makes the step the shortest, of the
+    levels that the executor runs. zero3 is predicted, and not run."""
     memory_limit_bytes: Bytes | None = None
     objective: Objective = "train"
     """throughput and latency are of forward passes: the time between two batches, and that of one."""
@@ -396,6 +408,11 @@ class Training(Given):
     def stage_pins(self) -> dict[str, int]:
         """Layer id -> stage, of those pinned to one by its number."""
         return {name: stage for name, stage in self.pin.items() if isinstance(stage, int)}
+
+    @property
+    def one_shard(self) -> Shard:
+        """The level of every stage; none where each has its own."""
+        return "none" if self.shard == "auto" else self.shard
 
     @property
     def together(self) -> dict[str, tuple[str, ...]]:

@@ -13,7 +13,7 @@ from partitioner.capture import Capture, capture
 from partitioner.microbatches import as_call
 from partitioner.plan import LostEfficiency, MemoryItems, Plan, Prediction, Stage, StagePrediction
 from partitioner.profiles import Layer, LayerCost, Profile, Tensor
-from partitioner.specs import Training
+from partitioner.specs import Shard, Training
 
 
 def profile_of(captured: Capture, dtype: str = "float32") -> Profile:
@@ -68,6 +68,7 @@ def plan_of(
     batch_size: int = 8,
     dtype: str = "float32",
     batch_dim: int = 0,
+    shard: tuple[Shard, ...] = (),
 ) -> Plan:
     """The plan that cuts before the layers in `cuts`, or in parts of equal numbers of layers. Rank = stage * dp + k."""
     args, kwargs = as_call(inputs)
@@ -81,7 +82,12 @@ def plan_of(
         bounds = [ids.index(name) for name in cuts]
     ends = [*bounds, len(ids)]
     stages = tuple(
-        Stage(index=k, layers=tuple(ids[start:end]), ranks=tuple(range(k * dp, (k + 1) * dp)))
+        Stage(
+            index=k,
+            layers=tuple(ids[start:end]),
+            ranks=tuple(range(k * dp, (k + 1) * dp)),
+            shard=shard[k] if shard else "none",
+        )
         for k, (start, end) in enumerate(zip([0, *bounds], ends, strict=True))
     )
     predicted = StagePrediction(

@@ -44,7 +44,8 @@ def train(
 def test_a_checkpoint_goes_on_under_any_plan(ranks: RankPool, tmp_path: Path) -> None:
     case = models.build("tied")
     plans = [plan_for(case, pp=pp, dp=dp, microbatches=2) for pp, dp in ((2, 2), (3, 1), (1, 1), (1, 2))]
-    straight = train(plans[2], copy.deepcopy(case), 8, None, None)
+    plans.insert(1, plan_for(case, pp=2, dp=2, microbatches=2, shard=("zero2", "zero1")))
+    straight = train(plans[3], copy.deepcopy(case), 10, None, None)
     previous = None
     for k, plan in enumerate(plans):
         path = tmp_path / f"step {k}"
@@ -53,9 +54,9 @@ def test_a_checkpoint_goes_on_under_any_plan(ranks: RankPool, tmp_path: Path) ->
         else:
             got = ranks.run(plan.num_ranks, train, plan, case, 2, previous, path)
         previous = path
-    assert sorted(os.listdir(tmp_path)) == [f"step {k}" for k in range(4)]
+    assert sorted(os.listdir(tmp_path)) == [f"step {k}" for k in range(5)]
     for rank in got:
-        assert rank["lr"] == pytest.approx(straight["lr"]) == pytest.approx(0.01 * 0.5**8)
+        assert rank["lr"] == pytest.approx(straight["lr"]) == pytest.approx(0.01 * 0.5**10)
         for name, value in rank["state"].items():
             torch.testing.assert_close(value, straight["state"][name], rtol=1e-5, atol=1e-6)
 

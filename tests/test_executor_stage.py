@@ -24,6 +24,7 @@ from partitioner.executor import materialize
 from partitioner.losses import Loss
 from partitioner.microbatches import Cutter, as_call
 from partitioner.plan import Plan
+from partitioner.specs import Shard
 
 TOLERANCE = 1e-5
 
@@ -180,6 +181,55 @@ def test_the_norm_counts_a_shared_parameter_once_and_clips_like_torch(ranks: Ran
     plan = plan_for(case, pp=2, dp=2, microbatches=2)
     batches = [(case.inputs, case.target)] * 3
     assert_same(ranks, plan, case.model, batches, case.loss_fn, zero_grad=True, learning_rate=0.1, max_norm=0.3)
+
+
+@pytest.mark.parametrize(
+    ("name", "shard", "dp"),
+    [
+        ("tied", ("zero2", "zero1"), 2),
+        ("tied", ("none", "zero2"), 2),
+        ("bert", ("zero2", "none"), 2),
+        ("tied", ("zero1",), 4),
+        ("tied", ("zero2",), 3),
+    ],
+)
+def test_stages_whose_replicas_divide_their_training_give_one_devices_numbers(
+    ranks: RankPool, name: str, shard: tuple[Shard, ...], dp: int
+) -> None:
+    """Each stage its own level, tied parameters over both, clipped, over several steps."""
+    case = models.build(name)
+    if name == "bert":
+        assert case.kwargs is not None
+        case.kwargs["labels"][:3] = -100
+    plan = plan_for(case, pp=len(shard), dp=dp, microbatches=2, shard=shard)
+    batches = [(case.inputs, case.target)] * 3
+    assert_same(ranks, plan, case.model, batches, case.loss_fn, zero_grad=True, learning_rate=0.1, max_norm=0.3)
+    assert_same(ranks, plan, case.model, batches[:2], case.loss_fn, zero_grad=False)
+
+
+def kept_on_ranks(plan: Plan, case: Case) -> tuple[list[str], int, dict[str, torch.Tensor]]:
+    """On a rank: train; what it keeps up to date, how many have optimizer state there, the stage's weights."""
+    with materialize(plan, case.model, loss_fn=case.loss_fn) as stage:
+        optimizer = torch.optim.AdamW(stage.parameters(), 0.01)
+        part = Cutter().cut(case.args, {}, case.target, stage.dp_size)[stage.dp_rank]
+        stage.train_step(part.args, part.target)
+        own = dict(stage.module.named_parameters())
+        assert all((own[n].grad is None) == (n not in dict(stage.named_parameters())) for n in stage.state_dict())
+        optimizer.step()
+        names, entries = [name for name, _ in stage.named_parameters()], len(optimizer.state)
+        state = {name: value.clone() for name, value in stage.state_dict().items()}
+    return names, entries, state
+
+
+def test_each_parameter_has_its_optimizer_state_on_one_replica_and_its_new_value_on_all(ranks: RankPool) -> None:
+    case = mlp()
+    plan = plan_for(case, pp=2, dp=2, shard=("zero2", "none"), cuts=["4"])
+    first, second, third, fourth = ranks.run(4, kept_on_ranks, plan, case)
+    assert not {*first[0]} & {*second[0]} and {*first[0], *second[0]} == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert first[1] == second[1] == 2 and third[1] == fourth[1] == 4 and third[0] == fourth[0]
+    for one, other in ((first, second), (third, fourth)):
+        assert one[2].keys() == other[2].keys() and all(torch.equal(one[2][name], other[2][name]) for name in one[2])
+        assert not any(torch.equal(value, case.model.state_dict()[name]) for name, value in one[2].items())
 
 
 @pytest.mark.parametrize("size", [13, 5, 2])

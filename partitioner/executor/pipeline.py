@@ -19,6 +19,7 @@ from partitioner.actions import Action
 from partitioner.executor.mesh import Mesh
 from partitioner.executor.randomness import Randomness
 from partitioner.executor.recorder import Recorder
+from partitioner.executor.reduction import Reduction
 from partitioner.executor.replicas import Replicas
 from partitioner.executor.turns import InTurn, Outputs
 from partitioner.losses import Loss
@@ -54,10 +55,12 @@ class Pipeline:
         loss: Loss,
         randomness: Randomness,
         recorder: Recorder,
+        reduction: Reduction,
         replicas: Replicas | None = None,
     ) -> None:
         self._mesh, self._part, self._loss = mesh, part, loss
         self._randomness, self._recorder, self._replicas = randomness, recorder, replicas
+        self._reduction = reduction
         self.now: Action | None = None
         here, device, ranks = mesh.rank, mesh.device, mesh.ranks_in_turn
         self._from = {s: InTurn(Receiver(mesh.channel(far, here), device) for far in ranks(s)) for s in part.sources}
@@ -176,6 +179,7 @@ class Pipeline:
                     root.backward()  # type: ignore[no-untyped-call]
             else:
                 backward_through(run, gradients)
+            self._reduction.after_backward()
         for source, sender in self._back_to.items():
             self._recorder.sends(source, k)
             sender.send(Tag("B", step, k), b"", [_dense(gradient) for gradient in gradients_of(run, source)])

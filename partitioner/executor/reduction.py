@@ -6,16 +6,21 @@ earlier steps is the same on all ranks already, and is kept aside meanwhile.
 
 Ranks need not agree on which parameters got a gradient: every bucket carries one more number for each of its
 parameters, the count of ranks that have one. Zero: the gradient stays None.
+
+Where replicas divide a stage's parameters, a gradient is summed on the replica that keeps its parameter up to date, and
+nowhere else; under zero2 bucket after bucket in the backward of each micro-batch, in an order that all replicas keep.
+Parameters that stages share are summed after the last backward, whatever the level.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from partitioner.executor.division import Division
 from partitioner.executor.mesh import Mesh
 from partitioner.wire import peer_lost
 
@@ -26,10 +31,17 @@ BUCKET_BYTES = 25 * 2**20
 class Reduction:
     """Keeps parameters equal. `parameters`: set of owner stages -> this rank's parameters of it, the same on each."""
 
-    def __init__(self, mesh: Mesh, parameters: Mapping[tuple[int, ...], Sequence[torch.nn.Parameter]]) -> None:
-        self._mesh = mesh
+    def __init__(
+        self, mesh: Mesh, parameters: Mapping[tuple[int, ...], Sequence[torch.nn.Parameter]], division: Division
+    ) -> None:
+        self._mesh, self._division, self._own = mesh, division, (mesh.stage,)
+        self.stage = mesh.stage
         self._parameters = {stages: list(parameters[stages]) for stages in sorted(parameters) if stages in mesh.owners}
         self._earlier: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self._early: _Early | None = None
+        if division.level == "zero2" and self._own in self._parameters:
+            own = [parameter for parameter in self._parameters[self._own] if parameter.requires_grad]
+            self._early = _Early(self, division, own[::-1])
 
     def copy_values(
         self, buffers: Mapping[tuple[int, ...], Sequence[torch.Tensor]], everywhere: Sequence[torch.Tensor]
@@ -44,30 +56,86 @@ class Reduction:
                 for bucket in _buckets(everywhere):
                     self._copy(bucket, 0, self._mesh.control)
 
-    def begin(self) -> None:
-        """Before a step's first backward."""
+    def begin(self, num_microbatches: int) -> None:
+        """Before a step's first backward: parameters have the values that their keepers gave them."""
         self._earlier.clear()
+        self.refresh()
+        if self._early is not None:
+            self._early.begin(self.most(num_microbatches))
         for parameters in self._parameters.values():
             for parameter in parameters:
                 if parameter.grad is not None:
                     self._earlier[parameter] = parameter.grad
                     parameter.grad = None
 
+    def after_backward(self) -> None:
+        """After each micro-batch's backward."""
+        if self._early is not None:
+            self._early.flush()
+
     def finish(self) -> None:
-        """After a step's last backward: every gradient is the sum over all ranks, plus what was there before."""
-        started: list[tuple[Any, torch.Tensor, torch.Tensor, list[torch.nn.Parameter], tuple[int, ...]]] = []
+        """After a step's last backward: every gradient is the sum over all ranks, plus what was there before; None
+        where another replica keeps the parameter up to date."""
+        started = []
         with torch.no_grad():
             for stages, parameters in self._parameters.items():
-                for bucket in _buckets([parameter for parameter in parameters if parameter.requires_grad]):
-                    flat = _gradients(bucket)
-                    staged = flat if self._mesh.has_own_device else flat.cpu()
-                    started.append((self._reduce(staged, stages), staged, flat, bucket, stages))
-            for work, staged, flat, bucket, stages in started:
-                self._wait(work, stages)
-                _unpack(bucket, staged if staged is flat else flat.copy_(staged))
+                if stages == self._own and self._early is not None:
+                    continue
+                trained = [parameter for parameter in parameters if parameter.requires_grad]
+                kept: dict[int | None, list[torch.nn.Parameter]] = {None: trained}
+                if stages == self._own and self._division.divides:
+                    kept = dict(self._division.by_keeper(trained).items())
+                for keeper, some in kept.items():
+                    started += [self.start(bucket, stages, keeper) for bucket in _buckets(some)]
+            for one in started:
+                self.end(one)
+            if self._early is not None:
+                self._early.finish()
         for parameter, earlier in self._earlier.items():
             parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
         self._earlier.clear()
+
+    def refresh(self) -> None:
+        """Take the values of parameters that other replicas keep up to date; all replicas of the stage call it."""
+        if not self._division.divides:
+            return
+        with torch.no_grad():
+            for parameters in self._parameters.values():
+                for keeper, some in self._division.by_keeper(parameters).items():
+                    for bucket in _buckets(some):
+                        self._copy(bucket, self._mesh.rank_of(self._mesh.stage, keeper), self._group_of_replicas)
+
+    def start(self, bucket: list[torch.nn.Parameter], stages: tuple[int, ...], keeper: int | None) -> _Started:
+        """Sum the bucket's gradients, on the replica `keeper` or everywhere."""
+        flat = _gradients(bucket)
+        staged = flat if self._mesh.has_own_device else flat.cpu()
+        return _Started(self._reduce(staged, stages, keeper), staged, flat, bucket, stages, keeper)
+
+    def end(self, one: _Started) -> None:
+        """Wait for the sums, and put them in place; elsewhere than with its keeper a gradient is let go."""
+        self._wait(one.work, one.stages)
+        if one.keeper is None or one.keeper == self._mesh.replica:
+            _unpack(one.bucket, one.staged if one.staged is one.flat else one.flat.copy_(one.staged))
+        for parameter in one.bucket:
+            if not self._division.is_kept(parameter):
+                parameter.grad = None
+
+    @property
+    def _group_of_replicas(self) -> dist.ProcessGroup:
+        return self._mesh.owners[self._own]
+
+    def everyones(self, value: torch.Tensor) -> list[torch.Tensor]:
+        """What each replica of this stage has."""
+        value = value.to(self._mesh.device) if self._mesh.has_own_device else value
+        values = [torch.zeros_like(value) for _ in range(self._mesh.num_replicas)]
+        dist.all_gather(values, value, group=self._group_of_replicas)
+        return [one.cpu() for one in values]
+
+    def most(self, count: int) -> int:
+        """The most that a replica of this stage has."""
+        value = torch.tensor(count, device=self._mesh.device if self._mesh.has_own_device else "cpu")
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=self._group_of_replicas)
+        return int(value)
 
     def _copy(self, tensors: list[Any], source: int, group: dist.ProcessGroup) -> None:
         flat = torch.cat([_real(tensor).reshape(-1) for tensor in tensors])
@@ -79,9 +147,12 @@ class Reduction:
         ):
             _real(tensor).copy_(part.view(_real(tensor).shape))
 
-    def _reduce(self, flat: torch.Tensor, stages: tuple[int, ...]) -> Any:
+    def _reduce(self, flat: torch.Tensor, stages: tuple[int, ...], keeper: int | None) -> Any:
+        group = self._mesh.owners[stages]
         try:
-            return dist.all_reduce(flat, group=self._mesh.owners[stages], async_op=True)
+            if keeper is None:
+                return dist.all_reduce(flat, group=group, async_op=True)
+            return dist.reduce(flat, self._mesh.rank_of(self._mesh.stage, keeper), group=group, async_op=True)
         except RuntimeError as error:
             raise peer_lost(self._other(stages), error) from error
 
@@ -95,13 +166,94 @@ class Reduction:
         return next(rank for rank in self._mesh.ranks_of(stages) if rank != self._mesh.rank)
 
 
+class _Started(NamedTuple):
+    """A sum under way."""
+
+    work: Any
+    staged: torch.Tensor
+    flat: torch.Tensor
+    bucket: list[torch.nn.Parameter]
+    stages: tuple[int, ...]
+    keeper: int | None
+
+
+class _Early:
+    """Sums gradients in every backward: a bucket when those of all its parameters are complete, and of all before it.
+
+    What is not complete when the backward ends got no gradient, here: it is summed then, for others may have one.
+    Replicas may have different numbers of micro-batches; those with fewer take part in the others' sums at the end. A
+    gradient that a backward adds to after its bucket was summed, as nested ones may, waits for the next micro-batch.
+    """
+
+    def __init__(self, reduction: Reduction, division: Division, parameters: list[torch.nn.Parameter]) -> None:
+        """parameters: in the order in which their gradients are complete, more or less; the same on all replicas."""
+        self._reduction, self._stages = reduction, (reduction.stage,)
+        place, by_keeper = {parameter: k for k, parameter in enumerate(parameters)}, division.by_keeper(parameters)
+        limit = BUCKET_BYTES // max(1, len(by_keeper))  # one of each replica is filled at a time
+        buckets = [(keeper, bucket) for keeper, some in by_keeper.items() for bucket in _buckets(some, limit)]
+        self._buckets = sorted(buckets, key=lambda one: max(place[parameter] for parameter in one[1]))
+        self._number = {parameter: k for k, (_, bucket) in enumerate(buckets) for parameter in bucket}
+        self._sums: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self._left = self._next = 0
+        self._missing: list[int] = []
+        for parameter in self._number:
+            parameter.register_post_accumulate_grad_hook(self._complete)
+
+    def begin(self, num_microbatches: int) -> None:
+        """num_microbatches: the most that a replica has."""
+        self._left = num_microbatches
+        self._sums.clear()
+        self._start_over()
+
+    def flush(self) -> None:
+        """The backward of a micro-batch has ended."""
+        self._sum_up_to(len(self._buckets))
+        self._left -= 1
+        self._start_over()
+
+    def finish(self) -> None:
+        """Gradients are the sums over micro-batches and replicas."""
+        while self._left > 0:
+            self.flush()
+        if self._reduction.most(any(parameter.grad is not None for parameter in self._number)):
+            self.flush()
+        for parameter, total in self._sums.items():
+            parameter.grad = total
+        self._sums.clear()
+
+    def _complete(self, parameter: torch.nn.Parameter) -> None:
+        """A hook of torch's."""
+        if self._left <= 0:
+            return  # a backward of the user's own
+        self._missing[self._number[parameter]] -= 1
+        end = self._next
+        while end < len(self._buckets) and self._missing[end] <= 0:
+            end += 1
+        self._sum_up_to(end)
+
+    def _sum_up_to(self, end: int) -> None:
+        with torch.no_grad():
+            for keeper, bucket in self._buckets[self._next : end]:
+                self._reduction.end(self._reduction.start(bucket, self._stages, keeper))
+                for parameter in bucket:
+                    if parameter.grad is not None:
+                        before = self._sums.get(parameter)
+                        self._sums[parameter] = parameter.grad if before is None else before + parameter.grad
+                        parameter.grad = None
+        self._next = max(self._next, end)
+
+    def _start_over(self) -> None:
+        self._next = 0
+        self._missing = [len(bucket) for _, bucket in self._buckets]
+
+
 def _real(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.detach()
     return torch.view_as_real(plain) if plain.is_complex() else plain
 
 
-def _buckets(tensors: Sequence[Any]) -> Iterator[list[Any]]:
-    """Runs of tensors of one dtype, up to the bucket size each."""
+def _buckets(tensors: Sequence[Any], limit: int = BUCKET_BYTES) -> Iterator[list[Any]]:
+    """Runs of tensors of one dtype, up to so many bytes each."""
     by_kind: dict[torch.dtype, list[Any]] = {}
     for tensor in tensors:
         by_kind.setdefault(tensor.dtype, []).append(tensor)
@@ -109,7 +261,7 @@ def _buckets(tensors: Sequence[Any]) -> Iterator[list[Any]]:
         bucket: list[Any] = []
         size = 0
         for tensor in alike:
-            if bucket and size + tensor.numel() * tensor.element_size() > BUCKET_BYTES:
+            if bucket and size + tensor.numel() * tensor.element_size() > limit:
                 yield bucket
                 bucket, size = [], 0
             bucket.append(tensor)

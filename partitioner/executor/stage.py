@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,6 +16,7 @@ from torch.utils.data import Dataset, DistributedSampler
 from partitioner.actions import check_schedule
 from partitioner.errors import ArgumentError, NotBuiltError, SetupError, expect
 from partitioner.executor.agreement import digest, refuse_differing, refuse_other_order
+from partitioner.executor.division import Division
 from partitioner.executor.failures import Failures
 from partitioner.executor.mesh import Mesh, join_mesh
 from partitioner.executor.pipeline import Pipeline, WholeModel
@@ -115,21 +117,23 @@ class LiveStage:
             part = Slice(placement.model, plan.profile, plan.stage_of(), mesh.stage, device=mesh.device)
         edges = {(stage, target) for stage, targets in mesh.gather((mesh.stage, part.targets)) for target in targets}
         check_schedule(plan.actions(), edges, turns=plan.takes_turns)
-        mesh.make_groups(placement.owner_sets(), edges)
+        self._division = Division(here.shard, placement.own, mesh.num_replicas, mesh.replica)
+        divided = {(stage.index,) for stage in plan.stages if stage.shard != "none"}
+        mesh.make_groups({*placement.owner_sets(), *divided}, edges)
         shared: dict[tuple[int, ...], list[nn.Parameter]] = {}
         for name, parameter in placement.own.items():
             shared.setdefault(placement.owner_set_of(name), []).append(parameter)
-        self._reduction = Reduction(mesh, shared)
+        self._reduction = Reduction(mesh, shared, self._division)
         if copy_values:
             buffers = {stages: placement.buffers_of(stages) for stages in placement.owner_sets()}
             self._reduction.copy_values(buffers, placement.buffers_of(None))
         self._recorder = Recorder(mesh, list(self.parameters()), placement.owner_sets())
         replicas = None
-        if plan.num_stages == 1 and plan.num_replicas > 1 and self._trains():
+        if plan.num_stages == 1 and plan.num_replicas > 1 and self._trains() and not self._division.divides:
             replicas = Replicas(mesh, placement.model, loss)
         self._reduces = replicas is None
         randomness = Randomness(self._seed, mesh.stage, mesh.replica, mesh.device)
-        self._pipeline = Pipeline(mesh, part, loss, randomness, self._recorder, replicas)
+        self._pipeline = Pipeline(mesh, part, loss, randomness, self._recorder, self._reduction, replicas)
         failures.watch(placement.model, self._pipeline)
         self._keep_output = keep_output
         self._outputs: tuple[list[Any], list[int], list[float]] | None = None
@@ -166,9 +170,14 @@ class LiveStage:
         return self._mesh.device
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This stage's parameters under the model's names, and an inert one where none of them is trained."""
-        yield from self._placement.own.items()
-        if not self._trains():
+        """This stage's parameters under the model's names, and an inert one where none of them is trained.
+
+        Where the plan has the stage's replicas divide the optimizer's state (`Stage.shard`), those that this replica
+        keeps up to date.
+        """
+        own = {name: one for name, one in self._placement.own.items() if self._division.is_kept(one)}
+        yield from own.items()
+        if not any(parameter.requires_grad for parameter in own.values()):
             yield "(inert)", self._inert
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -177,12 +186,17 @@ class LiveStage:
             yield parameter
 
     def state_dict(self) -> dict[str, Any]:
-        """This stage's part of the model's state dict, under the model's own keys."""
+        """This stage's part of the model's state dict, under the model's own keys.
+
+        Where the stage's replicas divide the optimizer's state, all of them must call it.
+        """
+        self._reduction.refresh()
         return self._placement.state_dict()
 
     def full_state_dict(self) -> dict[str, Any] | None:
         """The whole model's state dict on rank 0, on the CPU; None elsewhere. Every rank must call it."""
         with self._failures.caught():
+            self._reduction.refresh()
             return full_state_dict(self._mesh, self._placement)
 
     def save_checkpoint(self, path: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -195,6 +209,7 @@ class LiveStage:
         from partitioner.executor import checkpoint  # torch's checkpoints take a second to import
 
         with self._failures.caught():
+            self._reduction.refresh()
             training = {"num_steps": self._num_steps, "num_calls": self._num_calls, "seed": self._seed}
             problem = checkpoint.save(path, self._mesh, self._placement, optimizer, training)
         if problem:
@@ -223,7 +238,8 @@ class LiveStage:
             total, shares = self._shares(microbatches, weights)
             outputs: list[Any] = []
             if self._reduces:
-                self._reduction.begin()
+                with self._recorder.span("sync") if self._division.divides else nullcontext():
+                    self._reduction.begin(len(microbatches))
             part = self._pipeline.train(self._num_calls, microbatches, shares, outputs if self._keep_output else None)
             loss = self._agreed_loss(part if total else None)
             if self._reduces:
@@ -244,6 +260,7 @@ class LiveStage:
         with self._failures.caught(), torch.no_grad():
             if self.plan.training.objective != "train":
                 self._recorder.begin()
+            self._reduction.refresh()
             microbatches, weights = self._prepared(inputs, None, self._own_loss)
             before = self._buffer_versions()
             outputs = self._pipeline.evaluate(self._num_calls, microbatches)
@@ -282,6 +299,8 @@ class LiveStage:
                         counted.append(parameter.grad)
             norms = [_norm(_values(gradient), norm_type) for gradient in counted]
             local = _norm(torch.stack(norms), norm_type) if norms else torch.zeros((), dtype=torch.float64)
+            if self._division.divides:
+                local = _norm(torch.stack(self._reduction.everyones(local)), norm_type)
             if self._mesh.num_stages > 1:
                 parts = [torch.zeros((), dtype=torch.float64) for _ in range(self._mesh.num_stages)]
                 dist.all_gather(parts, local, group=self._mesh.within_replica)
@@ -331,6 +350,9 @@ class LiveStage:
     ) -> None:
         if error is not None:
             self._failures.note(error)
+        elif self._division.divides:
+            with self._failures.caught():
+                self._reduction.refresh()
         self.close()
 
     # -- inside

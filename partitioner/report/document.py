@@ -102,9 +102,9 @@ def _why_not_all(plan: Plan) -> str:
 
 def _tiles(plan: Plan) -> str:
     prediction = plan.prediction
-    gap = ("none", "proven best") if plan.gap <= SMALL else (percent(plan.gap), "at most above the best")
-    if plan.orders is not None:
-        gap = ("not known", "the order of actions was searched")
+    gap = ("not known", "the order of actions was searched")
+    if plan.gap is not None:
+        gap = ("none", "proven best") if plan.gap <= SMALL else (percent(plan.gap), "at most above the best")
     tiles = (
         ("Step", seconds(prediction.step_s), f"+ {seconds(prediction.optimizer_s)} optimizer"),
         ("Throughput", f"{prediction.throughput:,.1f}", "samples a second"),
@@ -263,6 +263,7 @@ def _simulated(plan: Plan, other: Alternative, cuts: Sequence[int]) -> Iterator[
             cuts=cuts,
             devices=other.devices or None,
             recompute=recompute,
+            shard=other.shard or None,
         )
 
 

@@ -78,6 +78,7 @@ class Exploration:
             cuts=cuts,
             devices=plan.stage_devices,
             recompute=[stage.recompute for stage in plan.stages],
+            shard=[stage.shard for stage in plan.stages],
             baseline=self._baseline,
         )
         stages = tuple(

@@ -7,7 +7,7 @@ from itertools import groupby
 
 from partitioner.errors import ArgumentError, expect
 from partitioner.memory import memory_limit
-from partitioner.plan import Alternative, MemoryItems, Plan, StagePrediction
+from partitioner.plan import Alternative, MemoryItems, Plan, Stage, StagePrediction
 from partitioner.report.blocks import Bar, Drawing, Facts, Page, Part, Prose, Table
 from partitioner.report.gantt_svg import gantt_svg, kinds_in
 from partitioner.report.losses import verdict, waterfall
@@ -97,11 +97,12 @@ def summary(plan: Plan) -> tuple[tuple[str, str], ...]:
         (
             "gap",
             "not known: the order of actions was searched, and orders have no lower bound"
-            if plan.orders is not None
+            if plan.gap is None
             else f"{percent(plan.gap)} above the lower bound of {seconds(plan.lower_bound_s)}"
             if plan.gap > 5e-4
             else f"none: {seconds(total_s)} is the lower bound of this search space",
         ),
+        *_divided(plan),
         ("memory limit", " or ".join(format_bytes(limit) for limit in sorted(limits)) + " a device"),
         ("costs", f"{plan.profile.provenance} on {plan.profile.device}"),
     )
@@ -145,7 +146,7 @@ def stage_row(plan: Plan, k: int) -> tuple[str | Bar, ...]:
     limits = {stage_limit(plan, other) for other in range(plan.num_stages)}
     limit, alike = stage_limit(plan, k), len(limits) == 1
     return (
-        str(stage.index) + (" (recompute)" if stage.recompute else ""),
+        str(stage.index) + _saved(plan, stage),
         run(stage.layers),
         _ranks(plan, stage.ranks),
         seconds(predicted.forward_s),
@@ -229,6 +230,25 @@ def memory_bar(items: MemoryItems, limit: int) -> Bar:
     return Bar(tuple(parts), f"{format_bytes(items.total)} of {format_bytes(limit)}")
 
 
+def _saved(plan: Plan, stage: Stage) -> str:
+    """What the stage does to save memory; a level that all have is said once, of the plan."""
+    alike = len({one.shard for one in plan.stages}) == 1
+    said = ["recompute"] * stage.recompute + [stage.shard] * (stage.shard != "none" and not alike)
+    return f" ({', '.join(said)})" if said else ""
+
+
+def _divided(plan: Plan) -> tuple[tuple[str, str], ...]:
+    """What replicas divide, if they do."""
+    stages_at: dict[str, list[str]] = {}
+    for stage in plan.stages:
+        stages_at.setdefault(stage.shard, []).append(str(stage.index))
+    if len(stages_at) > 1:
+        said = [f"{level} on stage {', '.join(stages)}" for level, stages in stages_at.items() if level != "none"]
+    else:
+        said = [level for level in stages_at if level != "none"]
+    return (("sharded", "; ".join(said)),) if said else ()
+
+
 def runners_up(plan: Plan, why: Sequence[str] = ()) -> Table:
     """What was simulated and not chosen. `why`: of each of them, instead of what the plan says about it."""
     total_s = plan.prediction.step_s + plan.prediction.optimizer_s
@@ -240,7 +260,7 @@ def runners_up(plan: Plan, why: Sequence[str] = ()) -> Table:
                 mesh_in_turn(other.mesh, map(len, other.devices)),
                 other.schedule,
                 str(other.num_microbatches),
-                "+".join(map(str, other.stage_sizes)) + _recomputed(other),
+                "+".join(map(str, other.stage_sizes)) + _recomputed(other) + _levels(plan, other),
                 "does not fit" if other.step_s is None else seconds(other.step_s),
                 why[k] if k < len(why) else ": ".join(filter(None, (other.reason, slower))) or "-",
             )
@@ -253,6 +273,14 @@ def _recomputed(other: Alternative) -> str:
     again = [str(stage) for stage, on in enumerate(other.recompute) if on]
     which = "all" if len(again) == len(other.recompute) else f"stage {', '.join(again)}"
     return f" ({which} recomputed)" if again else ""
+
+
+def _levels(plan: Plan, other: Alternative) -> str:
+    """What its replicas divide, where some plan shown has them divide something."""
+    if all(level == "none" for level in (*other.shard, *(stage.shard for stage in plan.stages))) or not other.shard:
+        return ""
+    alike = len({*other.shard}) == 1
+    return f" ({other.shard[0] if alike else ', '.join(other.shard)})"
 
 
 def _distance(share: float) -> str:

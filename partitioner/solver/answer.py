@@ -19,7 +19,7 @@ from partitioner.solver.problem import CLOSE, Found
 from partitioner.solver.search import Searched, search, worth_searching
 from partitioner.solver.settings import check_request, divisors, kept_together, mesh_levels, numbered
 from partitioner.solver.shortage import shortage
-from partitioner.specs import EXECUTED, Cluster, Training
+from partitioner.specs import EXECUTED, EXECUTED_SHARDS, Cluster, Training
 
 MOST_RUNNERS_UP = 5
 FASTER = 1e-3
@@ -32,7 +32,8 @@ def solve(profile: Profile, cluster: Cluster, training: Training, *, progress: b
     """The plan with the least simulated step + optimizer time whose every rank fits its memory.
 
     Searched are all meshes that use as many devices as the layers and the batch allow, every micro-batch count that
-    divides a replica's samples, every schedule that is built, and all cuts; what `training` fixes is kept.
+    divides a replica's samples, every schedule that is built, all cuts, and what each stage recomputes and its replicas
+    divide; what `training` fixes is kept.
     `lower_bound_s` holds for that space on any devices of the cluster, as many as the plan uses, so `gap` says how far
     from the best of these the plan can be at most; where fewer devices would be faster, `why` says so. The same
     arguments give the same plan. With objective "throughput" or "latency" it is a plan for forward passes alone:
@@ -46,7 +47,8 @@ def solve(profile: Profile, cluster: Cluster, training: Training, *, progress: b
     expect("training", training, Training, "a Training: Training(batch_size=64)")
     graph = CostGraph(kept_together(profile, training))
     if training.objective != "train":
-        return solve_inference(graph, cluster, training).model_copy(update={"profile": profile})
+        request = training if training.shard != "auto" else training.model_copy(update={"shard": "none"})
+        return solve_inference(graph, cluster, request).model_copy(update={"profile": profile})
     check_request(graph, cluster, training)
     with shown(progress) as tell:
         for meshes in worth_searching(graph, cluster, training):
@@ -62,7 +64,7 @@ def _plan(profile: Profile, graph: CostGraph, cluster: Cluster, training: Traini
     setting = best.setting
     free = _unpinned(CostGraph(profile), cluster, training)
     fewer = _with_fewer_devices(graph, cluster, training, best)
-    recompute = best.recompute
+    recompute, shard = best.recompute, best.shard
     baseline = single_device(graph, cluster, training)
     orders = faster_order(
         graph,
@@ -74,6 +76,7 @@ def _plan(profile: Profile, graph: CostGraph, cluster: Cluster, training: Traini
         cuts=best.cuts,
         devices=setting.devices_by_stage,
         recompute=recompute,
+        shard=shard,
     )
     prediction = predict(
         graph,
@@ -85,15 +88,15 @@ def _plan(profile: Profile, graph: CostGraph, cluster: Cluster, training: Traini
         cuts=best.cuts,
         devices=setting.devices_by_stage,
         recompute=recompute,
+        shard=shard,
         baseline=baseline,
         orders=orders,
     )
-    shard = training.shard if setting.num_replicas > 1 else "none"
     rank_of = numbered(setting.devices, cluster)
     stages = tuple(
-        Stage(index=k, layers=layers, ranks=tuple(rank_of[device] for device in devices), recompute=again, shard=shard)
-        for k, (layers, devices, again) in enumerate(
-            zip(graph.stage_ids(best.cuts), setting.devices_by_stage, recompute, strict=True)
+        Stage(index=k, layers=layers, ranks=tuple(rank_of[device] for device in devices), recompute=again, shard=level)
+        for k, (layers, devices, again, level) in enumerate(
+            zip(graph.stage_ids(best.cuts), setting.devices_by_stage, recompute, shard, strict=True)
         )
     )
     return Plan(
@@ -109,7 +112,7 @@ def _plan(profile: Profile, graph: CostGraph, cluster: Cluster, training: Traini
         lower_bound_s=min(searched.lower_bound_s, prediction.step_s + prediction.optimizer_s),
         runners_up=_runners_up(searched, free, fewer),
         why=(*_order_found(best, prediction, orders), *reasons(best, prediction, searched, free, fewer)),
-        runnable=setting.schedule in EXECUTED and shard == "none",
+        runnable=setting.schedule in EXECUTED and {*shard} <= {*EXECUTED_SHARDS},
         orders=None if orders is None else tuple(" ".join(map(str, order)) for order in orders),
     )
 
@@ -178,6 +181,7 @@ def _runners_up(searched: Searched, free: Found | None, fewer: Found | None) -> 
             step_s=found.total_s,
             devices=found.setting.devices_by_stage,
             recompute=found.recompute,
+            shard=found.shard,
             reason=reason,
         )
         for found, reason in chosen[:MOST_RUNNERS_UP]

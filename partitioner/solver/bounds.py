@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from partitioner.solver.chain import TOLERANCE, Chain, Lines, smallest_bottleneck
-from partitioner.solver.evaluate import Replayer, link_times
+from partitioner.solver.chain import TOLERANCE, Chain, Leaner, Lines, smallest_bottleneck
+from partitioner.solver.evaluate import Replayer, link_times, sync_share
 from partitioner.solver.layout import AnyLayout
 from partitioner.solver.limits import Floats, Limits
 from partitioner.solver.settings import Setting
 from partitioner.solver.starts import Starts
-from partitioner.specs import EXCHANGES, Link
+from partitioner.specs import EXCHANGES, Link, Shard
 
 PRECISION = 1e-6
 """Relative, of bounds that are bisected."""
@@ -65,29 +65,30 @@ class Bounds:
     before it. Where two stages meet that do not, they are small (`graph.unlinked`), and the p - 2 others have the rest
     of the work: what that takes bounds such splits, and the lower of the two bounds all. Stage 0 ends last, so its sync
     adds to them: it has the layers before the first possible cut. Every stage's own sync follows its own work. The
-    optimizer takes least when all devices finish theirs together. Recomputation adds to a stage's own work, and is left
-    out of the others' in all of them.
+    optimizer takes least when all devices finish theirs together. What a stage does to save memory adds to its own
+    work, and is left out of the others' in all of them. Whatever its replicas divide, from its last backward on they
+    exchange at least as much as an all-reduce of its gradients does.
 
     Under a schedule with several stages a rank, or a backward in two parts, only a rank's work and one micro-batch's
     forward way count.
     """
 
-    def __init__(self, replayer: Replayer, starts: Starts, limits: Limits | None, again_s: Floats | None) -> None:
-        self.replayer, self.starts, self.limits, self.again_s = replayer, starts, limits, again_s
+    def __init__(
+        self, replayer: Replayer, starts: Starts, limits: Limits | None, leaner: tuple[Leaner, ...] = ()
+    ) -> None:
+        self.replayer, self.starts, self.limits, self.leaner = replayer, starts, limits, leaner
 
     def quick(self) -> float:
         """In O(n), from sums and the largest layer."""
         costs, m, p = self.replayer.costs, self.setting.num_microbatches, self.setting.num_stages
-        bound, sync_s, exchange_s = 0.0, self._all_sync_s, self._exchange_s
+        bound, exchanged_s, exchange_s = 0.0, self._exchanged_s, self._exchange_s
         for lane in self._lanes:
             speed = lane.speeds
             total, fastest = lane.total, float(speed.max())
             forward = max(float(costs.forward_s.sum()) / total, float(costs.forward_s.max()) / fastest)
             backward = max(float(costs.backward_s.sum()) / total, float(costs.backward_s.max()) / fastest)
             both = max(float(costs.before_s[-1]) / total, float((costs.forward_s + costs.backward_s).max()) / fastest)
-            bound = max(
-                bound, m * both, (m * float(costs.before_s[-1]) + lane.slowest * (sync_s + m * exchange_s)) / total
-            )
+            bound = max(bound, m * both, (m * float(costs.before_s[-1]) + lane.slowest * exchanged_s) / total)
             if p > 1:
                 if self._simple:
                     way = float(costs.before_s[-1]) / fastest + float(lane.hops_s[-1]) + lane.more_s + exchange_s
@@ -172,7 +173,7 @@ class Bounds:
         """The stages' own work, within memory, without wires."""
         nothing = np.zeros(self.starts.num_layers + 1)
         speeds, p = tuple(lane.speeds.tolist()), self.setting.num_stages
-        return Chain(self.replayer.costs.before_s, speeds, self.starts, [nothing] * p, self.limits, self.again_s)
+        return Chain(self.replayer.costs.before_s, speeds, self.starts, [nothing] * p, self.limits, self.leaner)
 
     def _bottleneck(self, prefix_s: Floats, lane: Lane) -> float:
         hops = [prefix_s] * self.setting.num_stages  # not looked at
@@ -209,38 +210,42 @@ class Bounds:
     @cached_property
     def _first_sync_s(self) -> float:
         if self.setting.num_stages == 1:
-            return min(self.replayer.whole_sync_s)
+            return min(map(min, self.replayer.whole_sync_s.values()))
         first = self.starts.low[1]
         graph = self.replayer.graph
-        num_bytes = np.array([float(graph.trainable_bytes(0, first))])
-        return min(float(self.replayer.synced_s(link, num_bytes)[0]) for link in self.replayer.layout.sync_links)
+        num_bytes, replicas = float(graph.trainable_bytes(0, first)), self.setting.num_replicas
+        return min(link.all_reduce_time(num_bytes, replicas) for link in self.replayer.layout.sync_links)
 
     @cached_property
-    def _all_sync_s(self) -> float:
-        """Seconds that all stages of a replica together sync at least."""
+    def _exchanged_s(self) -> float:
+        """Seconds that all stages of a replica together exchange with others in a step, at least."""
         if self.setting.num_replicas == 1:
             return 0.0
-        if self.setting.num_stages == 1:
-            return min(self.replayer.whole_sync_s)
-        if self.replayer.shard != "none":
-            exchange = EXCHANGES[self.replayer.shard]
-            return self._least_s(0, exchange.step_gathers + exchange.step_scatters)
-        return self._least_s(0, 2)
+        found, m = [], self.setting.num_microbatches
+        for level in self.replayer.levels:
+            if self.setting.num_stages == 1:
+                step_s = min(self.replayer.whole_sync_s[level])
+            else:
+                step_s = self._least_s(0, round(2 * sync_share(level)))
+            found.append(step_s + m * self._each_s(level))
+        return min(found)
 
     def _least_s(self, num_weights: int, num_gradients: int) -> float:
         """Seconds that all stages of a replica together need at least to gather or scatter all so often."""
         graph, replicas = self.replayer.graph, self.setting.num_replicas
         total = num_weights * float(graph.weight_bytes(0, graph.num_layers))
         total += num_gradients * float(graph.trainable_bytes(0, graph.num_layers))
-        return min((replicas - 1) / replicas * total * _least_rate(link) for link in self.replayer.layout.sync_links)
+        return min((replicas - 1) / replicas * total * least_rate(link) for link in self.replayer.layout.sync_links)
 
     @cached_property
     def _exchange_s(self) -> float:
-        """Seconds that the stages of a replica together exchange with others for each micro-batch, at least."""
-        if self.replayer.shard == "none":
+        """The same of one micro-batch, where none of it is told as sync."""
+        return min(map(self._each_s, self.replayer.levels))
+
+    def _each_s(self, level: Shard) -> float:
+        if level == "none":
             return 0.0
-        exchange = EXCHANGES[self.replayer.shard]
-        return self._least_s(exchange.microbatch_gathers, exchange.microbatch_scatters)
+        return self._least_s(EXCHANGES[level].microbatch_gathers, EXCHANGES[level].microbatch_scatters)
 
     def _placed(self, bound: float, lane: Lane) -> float:
         """The bounds that depend on a stage's place; `bound` where that is larger."""
@@ -325,7 +330,6 @@ class Bounds:
         fastest = np.maximum.accumulate(lane.speeds).tolist()
         links, replicas = list(self.replayer.layout.sync_links), self.setting.num_replicas
         num_bytes, trainable = graph.trainable_bytes.prefix_list, graph.trainable_bytes
-        share = self.replayer.sync_share
 
         def synced(stage: int, start: int, end: int) -> int:
             room = bound - forward[start] / fastest[stage]
@@ -334,7 +338,7 @@ class Bounds:
                 own: float = (
                     num_bytes[last] - num_bytes[start] if num_bytes is not None else float(trainable(start, last))
                 )
-                sync_s = share * min(link.all_reduce_time(own, replicas) for link in links)
+                sync_s = min(link.all_reduce_time(own, replicas) for link in links)
                 return bool((before[last] - before[start]) * m / speeds[stage] + sync_s > room)
 
             if end == start or not late(end):
@@ -348,7 +352,7 @@ class Bounds:
         return synced
 
 
-def _least_rate(link: Link) -> float:
+def least_rate(link: Link) -> float:
     """The least seconds a byte, at any size."""
     points = [(size, seconds) for size, seconds in zip(link.sizes_bytes, link.seconds, strict=True) if size]
     (size, seconds), (larger, longer) = list(zip(link.sizes_bytes, link.seconds, strict=True))[-2:]

@@ -36,6 +36,14 @@ Lines = Sequence[Sequence[Line]]
 """By stage, all of them hold; b >= 0, so that a later start never ends earlier."""
 
 
+class Leaner(NamedTuple):
+    """Another way to run any stage: it takes longer, and fits where the first way does not."""
+
+    more_s: Floats
+    """[n + 1] as `Chain.prefix_s`, the seconds on top of those."""
+    limits: Limits
+
+
 class Split(NamedTuple):
     """Where to cut; seconds of one micro-batch through all stages and hops, and of the slowest stage."""
 
@@ -57,8 +65,9 @@ class Chain:
     """[p][n + 1] seconds of one micro-batch's transfer into stage s, there and back, when it begins at a position."""
     limits: Limits | None = None
     """What fits each stage's memory; None: everything."""
-    again_s: Floats | None = None
-    """[n + 1] as `prefix_s`, the seconds more of stages that recompute; None: none may. They fit `limits.lean`."""
+    leaner: tuple[Leaner, ...] = ()
+    """How stages can run that do not fit `limits`: recomputing, dividing more over replicas, or both. A stage takes the
+    quickest that fits; there are none where everything fits."""
 
     @property
     def num_layers(self) -> int:
@@ -70,15 +79,19 @@ class Chain:
 
     def free(self) -> Chain:
         """Without memory."""
-        return replace(self, limits=None, again_s=None)
+        return replace(self, limits=None, leaner=())
 
     def stage_s(self, cuts: tuple[int, ...]) -> Floats:
         """Seconds of one micro-batch on each stage."""
         edges = np.array((0, *cuts, self.num_layers))
-        seconds = np.diff(self.prefix_s[edges])
-        if self.limits is not None and self.again_s is not None:
-            full = ~self.limits.fits(np.arange(self.num_stages), edges[:-1], edges[1:])
-            seconds = seconds + np.diff(self.again_s[edges]) * full
+        seconds, stages = np.diff(self.prefix_s[edges]), np.arange(self.num_stages)
+        if self.limits is not None and self.leaner:
+            most_s = np.max([np.diff(one.more_s[edges]) for one in self.leaner], axis=0)
+            more_s = np.where(self.limits.fits(stages, edges[:-1], edges[1:]), 0.0, most_s)
+            for one in self.leaner:
+                fits = one.limits.fits(stages, edges[:-1], edges[1:])
+                more_s = np.where(fits, np.minimum(more_s, np.diff(one.more_s[edges])), more_s)
+            seconds = seconds + more_s
         stages_s: Floats = seconds / np.array(self.speeds)
         return stages_s
 
@@ -88,13 +101,13 @@ class Chain:
         return Split(cuts, float(seconds.sum()) + hops_s, float(seconds.max()))
 
     def fit(self, cuts: tuple[int, ...]) -> bool:
-        """Whether every stage fits its memory, recomputing where it must."""
+        """Whether every stage fits its memory, in some way."""
         if self.limits is None:
             return True
         edges, stages = np.array((0, *cuts, self.num_layers)), np.arange(self.num_stages)
         fits = self.limits.fits(stages, edges[:-1], edges[1:])
-        if self.again_s is not None and self.limits.lean is not None:
-            fits = fits | self.limits.lean.fits(stages, edges[:-1], edges[1:])
+        for one in self.leaner:
+            fits = fits | one.limits.fits(stages, edges[:-1], edges[1:])
         return bool(fits.all())
 
     def within(self, bottleneck: float) -> Lines:
@@ -103,10 +116,15 @@ class Chain:
         return [each[speed] for speed in self.speeds]
 
     @cached_property
-    def seconds(self) -> tuple[list[float], list[float]]:
-        """`prefix_s`, and the same when all is recomputed."""
-        again = self.prefix_s if self.again_s is None else self.prefix_s + self.again_s
-        return self.prefix_s.tolist(), again.tolist()
+    def seconds(self) -> list[float]:
+        """`prefix_s`."""
+        seconds: list[float] = self.prefix_s.tolist()
+        return seconds
+
+    @cached_property
+    def ways(self) -> list[tuple[list[float], Limits]]:
+        """Of each leaner way, the seconds of the layers before each position, and what fits."""
+        return [((self.prefix_s + one.more_s).tolist(), one.limits) for one in self.leaner]
 
     def furthest(
         self, lines: Lines, also: Callable[[int, int, int], int] | None = None, *, memory: bool = True
@@ -151,9 +169,8 @@ class Chain:
         self, also: Callable[[int, int, int], int] | None, memory: bool
     ) -> Callable[[int, int, Sequence[Line]], int]:
         """(stage, start, lines) -> the last position where it can end and the next begin; -1: not as far as it must."""
-        prefix, again = self.seconds
+        prefix, ways = self.seconds, self.ways
         starts, limits, n = self.starts, self.limits if memory else None, self.num_layers
-        lean = limits.lean if limits is not None and self.again_s is not None else None
         floor, low, high, last = starts.floor, starts.low, starts.high, self.num_stages - 1
 
         def reach(s: int, at: int, lines: Sequence[Line]) -> int:
@@ -166,9 +183,10 @@ class Chain:
                 end = also(s, at, end)
             if limits is not None:
                 fits = limits.furthest(s, at, end)
-                if lean is not None and fits < end:
-                    slow = max(at, bisect_right(again, again[at] + room) - 1)
-                    fits = max(fits, lean.furthest(s, at, min(slow, end)))
+                for longer, held in ways:
+                    if fits < end:
+                        slow = max(at, bisect_right(longer, longer[at] + room) - 1)
+                        fits = max(fits, held.furthest(s, at, min(slow, end)))
                 end = fits
             if s == last:
                 return n if end >= n else -1
@@ -179,9 +197,8 @@ class Chain:
 
     def earliest(self, lines: Lines) -> list[int] | None:
         """[p + 1] the first that each boundary can be at, by what `lines` with b = 1 and memory leave room for."""
-        prefix, again = self.seconds
+        prefix, ways = self.seconds, self.ways
         starts, limits, at = self.starts, self.limits, self.num_layers
-        lean = limits.lean if limits is not None and self.again_s is not None else None
         ceiling, low, high = starts.ceiling, starts.low, starts.high
         edges = [at]
         for s in range(self.num_stages - 1, 0, -1):
@@ -190,9 +207,10 @@ class Chain:
             start = min(at, bisect_left(prefix, prefix[at] - room))
             if limits is not None:
                 reach = limits.nearest(s, start, at)
-                if lean is not None and reach > start:
-                    slow = min(at, bisect_left(again, again[at] - room))
-                    reach = min(reach, lean.nearest(s, max(slow, start), at))
+                for longer, held in ways:
+                    if reach > start:
+                        slow = min(at, bisect_left(longer, longer[at] - room))
+                        reach = min(reach, held.nearest(s, max(slow, start), at))
                 start = reach
             at = ceiling[max(start, low[s])]
             if at > high[s]:
@@ -209,11 +227,11 @@ def smallest_bottleneck(chain: Chain, *, precision: float = TOLERANCE) -> float:
     positions that a stage can start at are followed instead: O(p n). inf where there is no room for any split;
     otherwise at most `precision` below the smallest.
     """
-    prefix, total = chain.seconds[0], float(chain.prefix_s[-1])
+    prefix, total = chain.seconds, float(chain.prefix_s[-1])
     spaced = np.array((0, *chain.starts.possible.tolist(), chain.num_layers))
     largest_piece = float(np.diff(chain.prefix_s[spaced]).max())
     low = max(total / sum(chain.speeds), largest_piece / max(chain.speeds))
-    high = (total + (0.0 if chain.again_s is None else float(chain.again_s[-1]))) / min(chain.speeds)
+    high = (total + max((float(one.more_s[-1]) for one in chain.leaner), default=0.0)) / min(chain.speeds)
     if (found := _attained(chain, prefix, high)) is None:
         return math.inf
     high = min(high, found)
@@ -239,7 +257,7 @@ def smallest_bottleneck(chain: Chain, *, precision: float = TOLERANCE) -> float:
 
 def has_room(chain: Chain) -> bool:
     """Whether some split leaves room on every stage, whatever its time: necessary for one to fit."""
-    return _attained(chain, chain.seconds[0], math.inf) is not None
+    return _attained(chain, chain.seconds, math.inf) is not None
 
 
 def _attained(chain: Chain, prefix: list[float], bottleneck: float) -> float | None:
@@ -248,7 +266,7 @@ def _attained(chain: Chain, prefix: list[float], bottleneck: float) -> float | N
     if edges is None:
         return None
     if all(a < b for a, b in pairwise(edges)):
-        if chain.limits is not None and chain.again_s is not None:
+        if chain.limits is not None and chain.leaner:
             return bottleneck
         return max((prefix[b] - prefix[a]) / v for (a, b), v in zip(pairwise(edges), chain.speeds, strict=True))
     return bottleneck if _followed(chain, bottleneck) else None
@@ -260,8 +278,7 @@ def _following(chain: Chain, prefix: list[float], bottleneck: float) -> float:
     speed, or a walk to the end that leaves a stage empty."""
     if len(set(chain.speeds)) > 1:
         return bottleneck
-    starts, limits, again = chain.starts, chain.limits, chain.seconds[1]
-    lean = limits.lean if limits is not None and chain.again_s is not None else None
+    starts, limits, ways = chain.starts, chain.limits, chain.ways if chain.limits is not None else []
     at, least, room = 0, math.inf, bottleneck * chain.speeds[0]
 
     def more(seconds: list[float], end: int, lowest: int) -> float:
@@ -277,12 +294,13 @@ def _following(chain: Chain, prefix: list[float], bottleneck: float) -> float:
             reach = limits.furthest(s, at, end)
         if reach == end and end < highest:
             least = min(least, more(prefix, end, lowest))
-        if lean is not None and reach < end:
-            slow = min(end, max(at, bisect_right(again, again[at] + within) - 1))
-            held = lean.furthest(s, at, slow)
-            if held == slow and slow < highest:
-                least = min(least, more(again, slow, lowest))
-            reach = max(reach, held)
+        for longer, lean in ways:
+            if reach < end:
+                slow = min(end, max(at, bisect_right(longer, longer[at] + within) - 1))
+                held = lean.furthest(s, at, slow)
+                if held == slow and slow < highest:
+                    least = min(least, more(longer, slow, lowest))
+                reach = max(reach, held)
         at = starts.floor[min(reach, highest)]
         if at < lowest:
             return max(bottleneck, least / chain.speeds[0])
@@ -306,24 +324,23 @@ def _followed(chain: Chain, bottleneck: float) -> bool:
 
 
 def _ends(chain: Chain, stage: int, starts: Ints, lines: Sequence[Line]) -> Ints:
-    """[starts] how far the stage can go from each, by lines and room, recomputing where that is farther; the start
-    itself: nowhere."""
+    """[starts] how far the stage can go from each, by lines and room, in the way that goes farthest; the start itself:
+    nowhere."""
     ends = _reach_of(chain, stage, starts, lines)
-    if chain.again_s is not None and chain.limits is not None and chain.limits.lean is not None:
-        ends = np.maximum(ends, _reach_of(chain, stage, starts, lines, recompute=True))
+    for one in chain.leaner if chain.limits is not None else ():
+        ends = np.maximum(ends, _reach_of(chain, stage, starts, lines, one))
     return ends
 
 
-def _reach_of(chain: Chain, stage: int, starts: Ints, lines: Sequence[Line], *, recompute: bool = False) -> Ints:
-    """The same of a stage that does or does not recompute."""
+def _reach_of(chain: Chain, stage: int, starts: Ints, lines: Sequence[Line], leaner: Leaner | None = None) -> Ints:
+    """The same in one way."""
     x, limits = chain.prefix_s[starts], chain.limits
     y = np.min([a + b * x for a, b in lines], axis=0)
     y = y + TOLERANCE * np.abs(y)
     seconds = chain.prefix_s
-    if recompute:
-        assert chain.again_s is not None and limits is not None
-        seconds, limits = seconds + chain.again_s, limits.lean
-        y = y + chain.again_s[starts]
+    if leaner is not None:
+        seconds, limits = seconds + leaner.more_s, leaner.limits
+        y = y + leaner.more_s[starts]
     ends: Ints = np.maximum(np.searchsorted(seconds, y, side="right") - 1, starts)
     return ends if limits is None else limits.far(stage, starts, ends)
 
@@ -338,10 +355,10 @@ def cheapest_split(chain: Chain, bottleneck: float = math.inf, lines: Lines | No
     each. Seconds are differences of prefix sums, so without memory the minimum is one over a sliding window: O(w log w)
     a stage. Memory narrows the window where it is monotone (`roomy`); where the split so found does not fit (`fits` is
     not monotone: what crosses a cut can be wide or narrow), each window is searched for its least start that fits, and
-    so it is where stages must recompute. They do so only where no split keeps within the bottleneck without.
+    so it is where stages must run in a leaner way. They do so only where no split keeps within the bottleneck without.
     """
-    if chain.again_s is not None:
-        without = cheapest_split(replace(chain, again_s=None), bottleneck, lines)
+    if chain.leaner:
+        without = cheapest_split(replace(chain, leaner=()), bottleneck, lines)
         if without is not None:
             return without
     every = chain.within(bottleneck)
@@ -354,22 +371,22 @@ def cheapest_split(chain: Chain, bottleneck: float = math.inf, lines: Lines | No
     places = [chain.starts.positions(s, first[s], last[s]) for s in range(chain.num_stages + 1)]
     if not all(map(len, places)):
         return None
-    cuts = None if chain.again_s is not None else _shortest(chain, every, places, tested=False)
-    if chain.again_s is not None or (cuts is not None and not chain.fit(cuts)):
+    cuts = None if chain.leaner else _shortest(chain, every, places, tested=False)
+    if chain.leaner or (cuts is not None and not chain.fit(cuts)):
         cuts = _shortest(chain, every, places, tested=True)
     return None if cuts is None else chain.split(cuts)
 
 
 def _shortest(chain: Chain, lines: Lines, places: list[Ints], *, tested: bool) -> tuple[int, ...] | None:
     """Cuts of the least sum_s within the places. tested: every start and end that is chosen is held against memory."""
-    prefix, again, limits, best = chain.prefix_s, chain.again_s, chain.limits, np.zeros(1)
+    prefix, limits, best = chain.prefix_s, chain.limits, np.zeros(1)
     history: list[Callable[[int], int]] = []
     for s, speed in enumerate(chain.speeds):
         starts, ends = places[s], places[s + 1]
         base, before = best - prefix[starts] / speed, np.searchsorted(starts, ends, side="left")
 
-        def window(recompute: bool = False, s: int = s, starts: Ints = starts, ends: Ints = ends) -> Ints:
-            reach = _reach_of(chain, s, starts, lines[s], recompute=recompute)
+        def window(one: Leaner | None = None, s: int = s, starts: Ints = starts, ends: Ints = ends) -> Ints:
+            reach = _reach_of(chain, s, starts, lines[s], one)
             return np.searchsorted(np.maximum.accumulate(reach), ends, side="left")
 
         if not tested or limits is None:
@@ -379,11 +396,11 @@ def _shortest(chain: Chain, lines: Lines, places: list[Ints], *, tested: bool) -
         else:
             fit = partial(_fit, limits, s, starts, ends)
             least, source = least_that_fits(base, window(), before, fit)
-            if again is not None and limits.lean is not None:
-                longer = base - again[starts] / speed
-                fit = partial(_fit, limits.lean, s, starts, ends)
-                value, other = least_that_fits(longer, window(True), before, fit)
-                value = value + again[ends] / speed
+            for one in chain.leaner:
+                longer = base - one.more_s[starts] / speed
+                fit = partial(_fit, one.limits, s, starts, ends)
+                value, other = least_that_fits(longer, window(one), before, fit)
+                value = value + one.more_s[ends] / speed
                 least, source = np.where(value < least, value, least), np.where(value < least, other, source)
             history.append(source.item)
         best = least + prefix[ends] / speed

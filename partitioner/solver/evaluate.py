@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.clock import Replica, StageCost, Transfer
-from partitioner.costs import replica_sync_s
+from partitioner.costs import optimizer_part, replica_sync_s
 from partitioner.graph import CostGraph
 from partitioner.solver.layout import Layout, Site
 from partitioner.solver.settings import Setting
-from partitioner.specs import EXCHANGES, Cluster, Link, Shard, Training
+from partitioner.specs import EXCHANGES, Cluster, Link, Saving, Shard, Training
 from partitioner.steady import step_times
 
 Floats = NDArray[np.float64]
@@ -62,16 +62,15 @@ class Replayer:
         setting: Setting,
         layout: Layout | None = None,
         *,
-        recompute: bool = False,
-        shard: Shard = "none",
+        savings: Sequence[Saving] = (Saving(),),
     ) -> None:
-        """recompute: every stage runs its forwards twice, and `costs` say so. shard: what replicas divide."""
-        self.shard: Shard = shard if setting.num_replicas > 1 else "none"
+        """savings: ways for a stage to run. Where all of them recompute, `costs` say so."""
+        self.savings = tuple(savings)
         self.graph, self.cluster, self.setting = graph, cluster, setting
         self.layout = layout or Layout(Site(cluster, Training(batch_size=1)), setting.devices)
         self.costs = graph.at(setting.samples)
-        self.recompute = recompute
-        if recompute:
+        self.recompute = all(one.recompute for one in savings)
+        if self.recompute:
             self.costs = graph.recomputed_at(setting.samples)
         self.places = np.array(setting.places)
         self.speeds: Floats = self.layout.speeds[:, self.places]
@@ -86,16 +85,16 @@ class Replayer:
             calls *= 10 * rows
         return self.layout.num_lines * (150 * calls + rows * over)
 
-    def least_s(self, cuts: Ints, recompute: Flags | None = None) -> Floats:
+    def least_s(self, cuts: Ints, ways: Ints | None = None) -> Floats:
         """[rows] what `total_s` is at least under 1f1b where every stage waits for the one before it: `Bounds`' path,
         place and rounds of these very stages."""
         p, m, costs, graph = self.setting.num_stages, self.setting.num_microbatches, self.costs, self.graph
         edges = np.column_stack((np.zeros(len(cuts), int), cuts, np.full(len(cuts), graph.num_layers)))
         first, last, least = edges[:, :-1], edges[:, 1:], np.zeros(len(cuts))
         forward = costs.forward_before_s[last] - costs.forward_before_s[first]
-        both = costs.before_s[last] - costs.before_s[first] + (0.0 if recompute is None else forward * recompute)
-        sync_s, held = self._sync_s(edges), np.minimum(p - np.arange(p), m)
-        gather_s, exchange_s = self._exchanged(edges)
+        both = costs.before_s[last] - costs.before_s[first] + forward * self._again(ways)
+        sync_s, held = self._sync_s(edges, ways), np.minimum(p - np.arange(p), m)
+        gather_s, exchange_s = self._exchanged(edges, ways)
         most = (m - 1) // held
         for line, speed in enumerate(self.speeds):
             own = both / speed + graph.slicing_s(p) / speed + gather_s + exchange_s
@@ -119,14 +118,14 @@ class Replayer:
             least = np.maximum(least, np.maximum(everything, own_end.max(axis=1)))
         return least
 
-    def total_s(self, cuts: Ints, recompute: Flags | None = None) -> Floats:
-        """[rows] step + optimizer seconds of each split. recompute: [rows, p] stages that run their forwards twice."""
+    def total_s(self, cuts: Ints, ways: Ints | None = None) -> Floats:
+        """[rows] step + optimizer seconds of each split. ways: [rows, p] numbers of the stages' savings; None: 0."""
         setting, costs, graph = self.setting, self.costs, self.graph
         rows = max(1, MOST_CELLS // (2 * setting.num_stages * setting.num_microbatches))
         if setting.schedule == "1f1b" and len(cuts) > rows:
             return np.concatenate(
                 [
-                    self.total_s(cuts[k : k + rows], None if recompute is None else recompute[k : k + rows])
+                    self.total_s(cuts[k : k + rows], None if ways is None else ways[k : k + rows])
                     for k in range(0, len(cuts), rows)
                 ]
             )
@@ -136,13 +135,14 @@ class Replayer:
         part = graph.trainable_elements(first, last) / elements if elements else np.zeros(first.shape)
         forward = costs.forward_before_s[last] - costs.forward_before_s[first]
         backward = costs.before_s[last] - costs.before_s[first] - forward
-        again = np.zeros(forward.shape) if recompute is None else forward * recompute
+        again = forward * self._again(ways)
         if self.recompute:
             again = forward
         else:
             backward = backward + again
         forward = forward + graph.slicing_s(setting.num_stages)
-        gather_s, exchange_s = self._exchanged(edges)
+        part = part * self._optimizer_part(edges, ways)
+        gather_s, exchange_s = self._exchanged(edges, ways)
         moved = self._moved(edges)
         ends, optimizer_s = [], np.zeros(len(cuts))
         for line, speed in enumerate(self.speeds):
@@ -152,11 +152,11 @@ class Replayer:
             elif setting.schedule == "1f1b":
                 ends.append(self._clock(forward / speed + gather_s, backward / speed + exchange_s, wires))
             else:
-                ends.append(self._walked(edges, forward, backward, again, speed, wires))
+                ends.append(self._walked(edges, forward, backward, again, gather_s, exchange_s, speed, wires))
             per_place = np.zeros((len(cuts), setting.num_places))
             np.add.at(per_place.T, self.places, (part / speed).T)
-            optimizer_s = np.maximum(optimizer_s, per_place.max(axis=1) * self.optimizer_s)
-        step_s: Floats = (np.max(ends, axis=0) + self._sync_s(edges)).max(axis=1)
+            optimizer_s = np.maximum(optimizer_s, per_place.max(axis=1) * graph.profile.optimizer_s)
+        step_s: Floats = (np.max(ends, axis=0) + self._sync_s(edges, ways)).max(axis=1)
         return step_s + optimizer_s
 
     def _wire_s(self, one: Messages, line: int) -> tuple[Floats, Floats]:
@@ -237,6 +237,8 @@ class Replayer:
         forward: Floats,
         backward: Floats,
         again: Floats,
+        gather_s: Any,
+        exchange_s: Any,
         speed: Floats,
         wires: list[tuple[Messages, tuple[Floats, Floats]]],
     ) -> Floats:
@@ -248,7 +250,6 @@ class Replayer:
             before = [np.append(0.0, np.cumsum(each)) for each in (costs.backward_input_s, costs.backward_weight_s)]
             parts = [each[edges[:, 1:]] - each[edges[:, :-1]] for each in before]
             parts = [parts[0] / speed + again, parts[1] / speed]
-        gather_s, exchange_s = self._exchanged(edges)
         forward, backward = forward + gather_s, backward + exchange_s
         parts = [parts[0] + gather_s, parts[1] + exchange_s - gather_s]
         ends = np.zeros(forward.shape)
@@ -267,29 +268,64 @@ class Replayer:
             ends[row] = step.rank_end_s[self.places]
         return ends
 
+    def costs_s(self, cuts: Ints, way: int) -> tuple[Any, ...]:
+        """Each [lines, rows, p]: seconds of a stage that runs in this way: forward; backward; sync; the optimizer, as
+        if its rank had no other stage."""
+        costs, graph = self.costs, self.graph
+        edges = np.column_stack((np.zeros(len(cuts), int), cuts, np.full(len(cuts), graph.num_layers)))
+        first, last, ways = edges[:, :-1], edges[:, 1:], np.full((len(cuts), edges.shape[1] - 1), way)
+        speeds = self.speeds[:, None]
+        forward = (costs.forward_before_s[last] - costs.forward_before_s[first]) / speeds
+        backward = (costs.before_s[last] - costs.before_s[first]) / speeds - forward
+        gather_s, exchange_s = self._exchanged(edges, ways)
+        elements = float(graph.trainable_elements(0, graph.num_layers)) or 1.0
+        optimizer = graph.trainable_elements(first, last) / elements * self._optimizer_part(edges, ways)
+        return (
+            forward + gather_s,
+            backward + forward * self._again(ways) + exchange_s,
+            self._sync_s(edges, ways) + 0 * forward,
+            optimizer * graph.profile.optimizer_s / speeds,
+        )
+
     @property
     def optimizer_s(self) -> float:
-        """Of a whole replica on one device of speed 1."""
-        return self.graph.profile.optimizer_s / (self.setting.num_replicas if self.shard != "none" else 1)
+        """Of a whole replica on one device of speed 1, at least."""
+        divided = any(level != "none" for level in self.levels)
+        return self.graph.profile.optimizer_s / (self.setting.num_replicas if divided else 1)
 
-    def synced_s(self, link: Link, num_bytes: Floats) -> Floats:
-        """Seconds that gradients of so many bytes keep replicas after the last backward, and their weights if these are
-        gathered then."""
-        return self.sync_share * all_reduce_times(link, num_bytes, self.setting.num_replicas)
+    @cached_property
+    def levels(self) -> tuple[Shard, ...]:
+        """What replicas divide, of all savings."""
+        return tuple(dict.fromkeys(one.shard for one in self.savings))
 
-    @property
-    def sync_share(self) -> float:
-        """Of an all-reduce of a stage's gradients, what there is to exchange after its last backward."""
-        if self.shard == "none":
-            return 1.0
-        return (EXCHANGES[self.shard].step_scatters + EXCHANGES[self.shard].step_gathers) / 2
+    def _again(self, ways: Ints | None) -> Any:
+        """How often a stage runs its forwards again, beyond what `costs` say."""
+        again = np.array([float(one.recompute and not self.recompute) for one in self.savings])
+        return 0.0 if ways is None or not again.any() else again[ways]
 
-    def _exchanged(self, edges: Ints) -> tuple[Any, Any]:
+    def _at_levels(self, ways: Ints | None) -> list[tuple[Shard, Any]]:
+        """Shard levels, and which stages have them: [rows, p], or True."""
+        if ways is None or len(self.levels) == 1:
+            return [(self.savings[0].shard, True)]
+        numbers = {level: [k for k, one in enumerate(self.savings) if one.shard == level] for level in self.levels}
+        return [(level, np.isin(ways, numbers[level])) for level in self.levels]
+
+    def _optimizer_part(self, edges: Ints, ways: Ints | None) -> Any:
+        """Of the optimizer's work on a stage, what its busiest replica does."""
+        part: Any = 1.0
+        for level, where in self._at_levels(ways):
+            if level != "none":
+                first, last = edges[:, :-1], edges[:, 1:]
+                part = np.where(where, optimizer_part(self.graph, level, self.setting.num_replicas, first, last), part)
+        return part
+
+    def _exchanged(self, edges: Ints, ways: Ints | None) -> tuple[Any, Any]:
         """[rows, p] seconds that replicas exchange weights in a stage's forward of each micro-batch, and weights and
         gradients in its backward; 0 where they do not."""
-        if self.shard in ("none", "zero1"):
+        levels = [one for one in self._at_levels(ways) if one[0] not in ("none", "zero1")]
+        if not levels:
             return 0.0, 0.0
-        first, last, exchange = edges[:, :-1], edges[:, 1:], EXCHANGES[self.shard]
+        first, last = edges[:, :-1], edges[:, 1:]
         gather_s, scatter_s = np.zeros(first.shape), np.zeros(first.shape)
         for link, places in self.layout.sync_links.items():
             at = np.flatnonzero(np.isin(self.places, places))
@@ -297,8 +333,10 @@ class Replayer:
                 all_reduce_times(link, total(first, last)[:, at], self.setting.num_replicas) / 2
                 for total in (self.graph.weight_bytes, self.graph.trainable_bytes)
             ]
-            gather_s[:, at] = exchange.microbatch_gathers / 2 * times[0]
-            scatter_s[:, at] = exchange.microbatch_scatters * times[1]
+            for level, where in levels:
+                exchange, own = EXCHANGES[level], where if where is True else where[:, at]
+                gather_s[:, at] += np.where(own, exchange.microbatch_gathers / 2 * times[0], 0.0)
+                scatter_s[:, at] += np.where(own, exchange.microbatch_scatters * times[1], 0.0)
         return gather_s, gather_s + scatter_s
 
     def _moved(self, edges: Ints, *, far: bool = True) -> list[Messages]:
@@ -348,32 +386,42 @@ class Replayer:
         return [moved[pair] for pair in sorted(moved) if moved[pair].sent.any()]
 
     @cached_property
-    def whole_sync_s(self) -> list[float]:
-        """By line: what is left of the gradient sync after the backward of a whole model."""
-        samples, count = self.setting.samples, self.setting.num_replicas
-        if self.shard != "none":
-            num_bytes = np.array([float(self.graph.trainable_bytes(0, self.graph.num_layers))])
-            sync_s = min(float(self.synced_s(link, num_bytes)[0]) for link in self.layout.sync_links)
-            return [sync_s] * self.layout.num_lines
-        return [
-            min(replica_sync_s(self.graph, link, samples, count, float(speed)) for link in self.layout.sync_links)
-            for speed in self.speeds[:, 0]
-        ]
+    def whole_sync_s(self) -> dict[Shard, list[float]]:
+        """By level and line: what is left of the gradient sync after the backward of a whole model."""
+        samples, count, graph = self.setting.samples, self.setting.num_replicas, self.graph
+        links = self.layout.sync_links
+        num_bytes = np.array([float(graph.trainable_bytes(0, graph.num_layers))])
+        found: dict[Shard, list[float]] = {}
+        for level in self.levels:
+            if level == "none":
+                found[level] = [
+                    min(replica_sync_s(graph, link, samples, count, float(speed)) for link in links)
+                    for speed in self.speeds[:, 0]
+                ]
+            else:
+                all_reduce_s = min(float(all_reduce_times(link, num_bytes, count)[0]) for link in links)
+                found[level] = [sync_share(level) * all_reduce_s] * self.layout.num_lines
+        return found
 
-    def _sync_s(self, edges: Ints) -> Floats:
+    def _sync_s(self, edges: Ints, ways: Ints | None) -> Floats:
         """[rows, p] seconds of each stage's gradient sync, over replicas and over the owners of shared parameters.
 
         Stages of one rank sync one after the other: each counts with those of its rank before it.
         """
         setting, layout = self.setting, self.layout
+        levels = self._at_levels(ways)
         if setting.num_stages == 1:
-            return np.full((len(edges), 1), max(self.whole_sync_s))
+            whole = np.zeros((len(edges), 1))
+            for level, where in levels:
+                whole = np.where(where, max(self.whole_sync_s[level]), whole)
+            return whole
         first, last = edges[:, :-1], edges[:, 1:]
         num_bytes = self.graph.trainable_bytes(first, last)
         seconds = np.zeros(first.shape)
         for link, places in layout.sync_links.items():
             stages = np.flatnonzero(np.isin(self.places, places))
-            seconds[:, stages] = self.synced_s(link, num_bytes[:, stages])
+            seconds[:, stages] = all_reduce_times(link, num_bytes[:, stages], setting.num_replicas)
+        seconds = seconds * sum((sync_share(level) * np.asarray(where) for level, where in levels), np.zeros(()))
         if self.graph.shared_parameters:
             shared = np.zeros((layout.num_lines, *first.shape))
             for parameter in self.graph.shared_parameters:
@@ -450,6 +498,11 @@ def _played(
                 else:
                     return free.T, None
     return free.T, round_s
+
+
+def sync_share(level: Shard) -> float:
+    """Of an all-reduce of a stage's gradients, what its replicas exchange after its last backward."""
+    return 1.0 if level == "none" else (EXCHANGES[level].step_scatters + EXCHANGES[level].step_gathers) / 2
 
 
 def _stage_at(edges: Ints, position: int) -> Ints:

@@ -11,13 +11,15 @@ from partitioner.memory import memory_limit
 from partitioner.plan import Prediction
 from partitioner.profiles import Profile
 from partitioner.solver.chain import cheapest_split, smallest_bottleneck
+from partitioner.solver.limits import DeviceMemory
 from partitioner.solver.problem import CLOSE, Found, Problem
 from partitioner.solver.search import Searched
 from partitioner.solver.settings import Setting, divisors
-from partitioner.specs import EXECUTED, Training, format_bytes
+from partitioner.specs import EXECUTED, EXECUTED_SHARDS, Training, format_bytes
 
 NOTICEABLE = 0.01
 """Relative; what changes a step by less is left unsaid."""
+DIVIDES = {"zero1": "the optimizer's state", "zero2": "the optimizer's state and gradients"}
 MOST_TRIED = 2**14
 """Stages x micro-batches of what is tried only to be told."""
 
@@ -31,6 +33,7 @@ def reasons(
         *_binds(found, prediction),
         *_memory(found),
         *_recomputed(found),
+        *_divided(found),
         *_replicas(found, searched),
         *_devices(found, prediction, fewer),
         *_pins(found, free),
@@ -126,12 +129,15 @@ def _timed(found: Found, setting: Setting, training: Training) -> float | None:
     """Step + optimizer of the same stages in another setting; None: they do not fit there."""
     one, cuts = found.problem, np.array([found.cuts], dtype=np.int64).reshape(1, -1)
     other = Problem(one.graph, one.cluster, training, setting, one.starts, one.layout)
-    return float(other.replayer.total_s(cuts, other.recomputed(cuts))[0]) if other.fitting(cuts)[0] else None
+    if not other.fitting(cuts)[0]:
+        return None
+    rows, ways, _ = other.ways(cuts)
+    return float(other.replayer.total_s(cuts[rows], ways).min())
 
 
 def _recomputed(found: Found) -> list[str]:
     again = [stage for stage, flag in enumerate(found.recompute) if flag]
-    if not again or found.problem.recompute == "always":
+    if not again or found.problem.training.recompute == "always":
         return []
     stages = "every stage" if len(again) == found.setting.num_stages else f"stages {', '.join(map(str, again))}"
     work_s = found.problem.replayer.costs.forward_before_s
@@ -143,10 +149,43 @@ def _recomputed(found: Found) -> list[str]:
     ]
 
 
+def _divided(found: Found) -> list[str]:
+    """Which stages' replicas divide what, where the search chose, and what that is for."""
+    problem, replicas = found.problem, found.setting.num_replicas
+    if problem.training.shard != "auto" or replicas == 1:
+        return []
+    edges, stages = np.array([0, *found.cuts, problem.graph.num_layers]), np.arange(found.setting.num_stages)
+    said = []
+    for level in EXECUTED_SHARDS[1:]:
+        own = [stage for stage, one in enumerate(found.shard) if one == level]
+        if not own:
+            continue
+        less = EXECUTED_SHARDS[EXECUTED_SHARDS.index(level) - 1]
+        full = []
+        for saving in {found.savings[stage] for stage in own}:
+            memory = DeviceMemory(
+                problem.graph, problem.training, found.setting, problem.layout, saving._replace(shard=less)
+            )
+            fits = memory.fits(stages, edges[:-1], edges[1:])
+            full += [stage for stage in own if found.savings[stage] == saving and not fits[stage]]
+        why = "which saves optimizer time"
+        if full:
+            why = f"without which {_stages(sorted(full), found)} would not fit"
+        elif level != "zero1":
+            why = "which takes the step less time than what else fits"
+        said.append(f"{level}: the {replicas} replicas of {_stages(own, found)} divide {DIVIDES[level]}, {why}")
+    return said
+
+
+def _stages(numbers: list[int], found: Found) -> str:
+    if len(numbers) == found.setting.num_stages:
+        return "every stage" if len(numbers) > 1 else "the model"
+    return f"stage{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
 def _schedule(found: Found) -> list[str]:
     not_run: list[str] = [] if found.setting.schedule in EXECUTED else [found.setting.schedule]
-    shard = found.problem.replayer.shard
-    not_run += [] if shard == "none" else [f"shard={shard!r}"]
+    not_run += [f"shard={level!r}" for level in sorted({*found.shard} - {*EXECUTED_SHARDS})]
     return [f"{what} is planned and predicted; the executor of this version does not run it" for what in not_run]
 
 

@@ -6,9 +6,9 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from partitioner.memory import BUCKET_BYTES, Spread, interval_memory
 from partitioner.schedule import in_flight
 from partitioner.solver.layout import Layout
 from partitioner.solver.settings import Setting
-from partitioner.specs import Recompute, Training
+from partitioner.specs import Saving, Training
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -28,9 +28,6 @@ Flags = NDArray[np.bool_]
 
 class Limits(ABC):
     """What fits each stage's memory. Whatever fits is `roomy`; only `roomy` is monotone, so walks are made with it."""
-
-    lean: Limits | None = None
-    """The same when a stage recomputes its activations; None: no stage may."""
 
     @abstractmethod
     def fits(self, stage: Any, first: Any, last: Any) -> Any:
@@ -83,11 +80,10 @@ class DeviceMemory(Limits):
         training: Training,
         setting: Setting,
         layout: Layout,
-        recompute: Literal["never", "always", "where needed"] = "never",
+        saving: Saving,
     ) -> None:
         self._graph, self._training, self._setting = graph, training, setting
-        again: Recompute = "always" if recompute == "always" else "never"
-        self._spread = Spread(dp=setting.num_replicas, shard=training.shard, recompute=again)
+        self._spread = Spread.of_stage(saving, setting.num_replicas)
         p, m = setting.num_stages, setting.num_microbatches
         if setting.schedule == "1f1b":
             self.held = np.minimum(p - np.arange(p), m)
@@ -101,19 +97,10 @@ class DeviceMemory(Limits):
         self.limit = layout.limit[places]
         self.room = layout.room[places]
         """Bytes that each stage's smallest device, of that limit, has room for."""
-        if recompute == "where needed":
-            self.lean = DeviceMemory(graph, training, setting, layout, "always")
 
     def bytes(self, stage: Any, first: Any, last: Any) -> Any:
         """Bytes of the layers [first, last) as that stage, overhead left out; arrays broadcast."""
         return sum(np.ceil(value) for value in self._items(stage, first, last).values())
-
-    def least_bytes(self, stage: Any, first: Any, last: Any) -> Any:
-        """The same, with recomputation where that is allowed and holds less."""
-        needed = self.bytes(stage, first, last)
-        return (
-            np.minimum(needed, self.lean.bytes(stage, first, last)) if isinstance(self.lean, DeviceMemory) else needed
-        )
 
     def fits(self, stage: Any, first: Any, last: Any) -> Any:
         return self.bytes(stage, first, last) <= self.room[stage]
@@ -155,6 +142,9 @@ class DeviceMemory(Limits):
         layers = float((self._holding.reach(at, at + 1) - self._holding.kept_before[:-1]).max())
         if self._spread.shard != "none":  # of one or two layers, whole while they are at work
             layers += 3 * float(self._graph.weight_bytes(at, at + 1).max())
+        if self._spread.whole_parameters and self._spread.shard != "none":  # more than an equal part
+            elements, num_bytes = self._graph.largest_trainable
+            layers += self._training.optimizer_bytes * elements + num_bytes
         buckets = (
             float(self._graph.trainable_bytes(0, self._graph.num_layers)) if self._setting.num_replicas > 1 else 0.0
         )
@@ -169,17 +159,19 @@ class DeviceMemory(Limits):
         rounding = 8
         return whole + edges + rounding <= float(self.room.min())
 
-    def hopeless(self) -> bool:
-        """Whether some layer has no room alone, or all stages together hold more than all devices have."""
+    def hopeless(self, leaner: Sequence[DeviceMemory] = ()) -> bool:
+        """Whether some layer has no room alone, or all stages together hold more than all devices have, also where each
+        layer is as lean as it can be."""
         n, least, most = self._graph.num_layers, int(np.argmin(self.held)), int(np.argmax(self.room))
-        kept = np.diff(self._holding.kept_before)
-        if isinstance(self.lean, DeviceMemory):
-            kept = np.minimum(kept, np.diff(self.lean._holding.kept_before))
         at, everywhere = np.arange(n), self._graph.profile.buffer_bytes
-        alone = self._standing(at, at + 1) + everywhere + self.held[least] * kept
+        ways = (self, *leaner)
+        kept = np.min([np.diff(one._holding.kept_before) for one in ways], axis=0)
+        standing = np.min([one._standing(at, at + 1) for one in ways], axis=0)
+        alone = standing + everywhere + self.held[least] * kept
         if (alone > self.room[most] + 1).any():
             return True
-        together = float(self._standing(0, n)) + float(self.held[least] * kept.sum()) + everywhere * len(self.room)
+        whole = min(float(one._standing(0, n)) for one in ways)
+        together = whole + float(self.held[least] * kept.sum()) + everywhere * len(self.room)
         return together > float(self.room.sum()) + len(self.room)
 
     def grown(self, extra_bytes: float) -> DeviceMemory:
@@ -187,8 +179,6 @@ class DeviceMemory(Limits):
         other = copy.copy(self)
         other.room = self.room + math.ceil(extra_bytes)
         other.__dict__.pop("_by_stage", None)
-        if isinstance(self.lean, DeviceMemory):
-            other.lean = self.lean.grown(extra_bytes)
         return other
 
     def room_for(self, stage: int) -> Callable[[int, int], bool]:

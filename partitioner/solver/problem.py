@@ -5,21 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from itertools import product
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.graph import CostGraph
 from partitioner.intervals import Floats
-from partitioner.solver.bounds import Bounds
-from partitioner.solver.chain import TOLERANCE, Chain, best_split, cheapest_split
+from partitioner.solver.bounds import Bounds, least_rate
+from partitioner.solver.chain import TOLERANCE, Chain, Leaner, best_split, cheapest_split
 from partitioner.solver.evaluate import Replayer, link_times
 from partitioner.solver.layout import Layout, Site
 from partitioner.solver.limits import DeviceMemory, Flags
-from partitioner.solver.settings import Setting, recomputation
+from partitioner.solver.settings import Setting, savings
 from partitioner.solver.starts import Starts
-from partitioner.specs import Cluster, Training
+from partitioner.specs import EXCHANGES, Cluster, Saving, Shard, Training
 
 Ints = NDArray[np.int64]
 
@@ -42,8 +43,12 @@ NEARLY = 1e-3
 left alone. Bound and gap stay what they are."""
 
 
-Measure = Callable[[Ints, Flags | None], NDArray[np.float64]]
-"""Seconds of splits, given which of their stages recompute."""
+MOST_WAYS = 64
+"""Up to so many combinations of what the stages of a split can do to save memory are all timed."""
+
+
+Measure = Callable[[Ints, Ints | None], NDArray[np.float64]]
+"""Seconds of splits, given the way in which each of their stages runs."""
 
 
 class Problem:
@@ -60,27 +65,32 @@ class Problem:
     ) -> None:
         self.graph, self.cluster, self.training, self.setting, self.starts = graph, cluster, training, setting, starts
         self.layout = layout or Layout(Site(cluster, training), setting.devices)
-        self.recompute: Literal["never", "always", "where needed"] = recomputation(training)
-        self.replayer = Replayer(
-            graph, cluster, setting, self.layout, recompute=self.recompute == "always", shard=training.shard
-        )
+        self.savings = savings(graph, training, setting.num_stages, setting.num_replicas)
+        self.replayer = Replayer(graph, cluster, setting, self.layout, savings=self.savings)
 
     @cached_property
     def memory(self) -> DeviceMemory:
-        return DeviceMemory(self.graph, self.training, self.setting, self.layout, self.recompute)
+        """Of stages that run in the first way."""
+        return DeviceMemory(self.graph, self.training, self.setting, self.layout, self.savings[0])
+
+    @cached_property
+    def memories(self) -> tuple[DeviceMemory, ...]:
+        """By way to run."""
+        others = (DeviceMemory(self.graph, self.training, self.setting, self.layout, one) for one in self.savings[1:])
+        return (self.memory, *others)
 
     @cached_property
     def limits(self) -> DeviceMemory | None:
-        """None: memory cannot bind."""
+        """Of stages that run in the first way; None: memory cannot bind."""
         return None if self.memory.never_bind() else self.memory
 
     @cached_property
     def bounds(self) -> Bounds:
-        return Bounds(self.replayer, self.starts, self.limits, self._again_s)
+        return Bounds(self.replayer, self.starts, self.limits, self._leaner)
 
     def quick_s(self) -> float:
         """`Bounds.quick`, which does not ask for memory."""
-        return Bounds(self.replayer, self.starts, None, None).quick()
+        return Bounds(self.replayer, self.starts, None).quick()
 
     @property
     def is_large(self) -> bool:
@@ -91,35 +101,122 @@ class Problem:
         """Relative; what is not worth looking for."""
         return NEARLY if self.is_large else CLOSE
 
-    @property
-    def _again_s(self) -> Any:
-        may = self.limits is not None and self.limits.lean is not None
-        return self.replayer.costs.forward_before_s if may else None
+    @cached_property
+    def _leaner(self) -> tuple[Leaner, ...]:
+        """The other ways, with the least that they add to a micro-batch.
+
+        What replicas exchange counts at its least rate on the slowest device, and once less than there are
+        micro-batches: bounds tell the last of them as sync.
+        """
+        if self.limits is None:
+            return ()
+        costs, graph, m = self.replayer.costs, self.graph, self.setting.num_microbatches
+        found = []
+        for saving, limits in zip(self.savings[1:], self.memories[1:], strict=True):
+            more_s = np.zeros(graph.num_layers + 1)
+            if saving.recompute and not self.replayer.recompute:
+                more_s = more_s + costs.forward_before_s
+            if saving.shard != "none" and m > 1:
+                exchange, replicas = EXCHANGES[saving.shard], self.setting.num_replicas
+                rate = min(map(least_rate, self.layout.sync_links)) * float(self.replayer.speeds.min())
+                for times, total in (
+                    (exchange.microbatch_gathers, graph.weight_bytes),
+                    (exchange.microbatch_scatters, graph.trainable_bytes),
+                ):
+                    if times and total.prefix is not None:
+                        more_s = more_s + (m - 1) / m * times * (replicas - 1) / replicas * rate * total.prefix
+            found.append(Leaner(more_s, limits))
+        return tuple(found)
+
+    def hopeless(self) -> bool:
+        """Whether no split can fit, told without looking at any."""
+        return self.limits is not None and self.limits.hopeless(self.memories[1:])
 
     def fitting(self, cuts: Ints) -> Flags:
-        """[rows] whether all stages of each split fit, recomputing where they must."""
-        if self.limits is None:
-            return np.ones(len(cuts), dtype=np.bool_)
-        full = self._full(self.limits, cuts)
+        """[rows] whether all stages of each split fit, in some way."""
+        flags: Flags = np.ones(len(cuts), dtype=np.bool_)
+        if self.limits is not None and self.setting.stages_per_rank > 1:
+            flags = np.all(self._ways_on_ranks(cuts) >= 0, axis=1)
+        elif self.limits is not None:
+            flags = np.all(self._fits(cuts).any(axis=0), axis=1)
+        return flags
+
+    def least_bytes(self, cuts: Ints) -> tuple[Floats, Ints]:
+        """[rows, p] bytes of each stage in the way in which it holds the least, overhead left out; and which."""
+        edges, stages = self._edges(cuts), np.arange(self.setting.num_stages)
+        needed = np.array([one.bytes(stages, edges[:, :-1], edges[:, 1:]) for one in self.memories])
+        return needed.min(axis=0), needed.argmin(axis=0)
+
+    def ways(self, cuts: Ints) -> tuple[Ints, Ints, bool]:
+        """Which split [rows], and the way of each of its stages [rows, p]: of splits that fit, every choice that no
+        other is sure to be as fast as, and True. Where these are many, the one that takes each stage the least, and
+        False."""
+        rows, p = np.arange(len(cuts)), self.setting.num_stages
+        if len(self.savings) == 1 or (self.limits is None and p > 1):
+            return rows, np.zeros((len(cuts), p), dtype=np.int64), True
         if self.setting.stages_per_rank > 1:
-            fit: Flags = np.array(np.less_equal(self.held_by_ranks(self.limits, cuts), self.layout.room).all(axis=1))
-            return fit
-        if isinstance(self.limits.lean, DeviceMemory):
-            full &= self._full(self.limits.lean, cuts)
-        flags: Flags = np.logical_not(full.any(axis=1))
-        return flags
+            return rows, self._ways_on_ranks(cuts), False
+        worth = self._worth(cuts)
+        first = worth.argmax(axis=0)
+        if (worth.sum(axis=0) == 1).all():
+            return rows, first, True
+        quickest = np.where(worth, self._step_s(cuts), np.inf).argmin(axis=0)
+        counts = worth.sum(axis=0).prod(axis=1, dtype=float)
+        alone, several = np.flatnonzero(counts == 1), np.flatnonzero((counts > 1) & (counts <= MOST_WAYS))
+        many = np.flatnonzero(counts > MOST_WAYS)
+        found, chosen = [alone, many], [first[alone], quickest[many]]
+        for row in several.tolist():
+            own = np.array(list(product(*(np.flatnonzero(worth[:, row, stage]) for stage in range(p)))))
+            found.append(np.full(len(own), row))
+            chosen.append(own)
+        return np.concatenate(found), np.concatenate(chosen), not len(many)
 
-    def recomputed(self, cuts: Ints) -> Flags | None:
-        """[rows, p] the stages that must recompute to fit; None: none does, or all do, at a cost already counted."""
-        if self.limits is None or self.limits.lean is None:
-            return None
-        return self._full(self.limits, cuts)
+    def _worth(self, cuts: Ints) -> Flags:
+        """[ways, rows, p] what fits, and what no other way that fits is sure to be as fast as.
 
-    def _full(self, memory: DeviceMemory, cuts: Ints) -> Flags:
-        """[rows, p] what does not fit."""
-        edges = self._edges(cuts)
-        flags: Flags = np.logical_not(memory.fits(np.arange(self.setting.num_stages), edges[:, :-1], edges[:, 1:]))
-        return flags
+        A stage whose forwards and backwards are no longer holds up nobody else more, and itself is done no later where
+        its last backward with its sync takes no longer.
+        """
+        shape = (len(self.savings), *self._shape(cuts))
+        worth: Flags = self._fits(cuts) if self.limits is not None else np.ones(shape, dtype=np.bool_)
+        if len(self.replayer.levels) == 1:  # recomputing is all that there is to choose
+            worth &= np.cumsum(worth, axis=0) == 1
+            return worth
+        each = [self.replayer.costs_s(cuts, way) for way in range(len(self.savings))]
+        costs = [np.stack((f, b, b + sync, optimizer)) for f, b, sync, optimizer in each]
+        as_fast = [[(a <= b + TOLERANCE * np.abs(b)).all(axis=(0, 1)) for b in costs] for a in costs]
+        kept = worth.copy()
+        for way in range(len(costs)):
+            for other in range(len(costs)):
+                if other != way:
+                    equal = as_fast[way][other] if other > way else np.zeros((), bool)
+                    kept[way] &= ~(worth[other] & as_fast[other][way] & ~equal)
+        return kept
+
+    def _step_s(self, cuts: Ints) -> Floats:
+        """[ways, rows, p] seconds of a stage's own step, on its slowest replica."""
+        costs, m = [self.replayer.costs_s(cuts, way) for way in range(len(self.savings))], self.setting.num_microbatches
+        return np.array([(m * (f + b) + sync + optimizer).max(axis=0) for f, b, sync, optimizer in costs])
+
+    def _shape(self, cuts: Ints) -> tuple[int, int]:
+        return len(cuts), self.setting.num_stages
+
+    def _fits(self, cuts: Ints) -> Flags:
+        """[ways, rows, p] what fits."""
+        edges, stages = self._edges(cuts), np.arange(self.setting.num_stages)
+        return np.array([one.fits(stages, edges[:, :-1], edges[:, 1:]) for one in self.memories])
+
+    def _ways_on_ranks(self, cuts: Ints) -> Ints:
+        """[rows, p] where ranks have several stages, the first way in which those of all ranks fit together, the same
+        for all stages; -1: in none."""
+        found = np.full(self._shape(cuts), -1)
+        for way in reversed(range(len(self.savings))):
+            if self.limits is not None:
+                fits = np.less_equal(self.held_by_ranks(self.memories[way], cuts), self.layout.room).all(axis=1)
+                found[fits] = way
+            else:
+                found[:] = way
+        return found
 
     def held_by_ranks(self, memory: DeviceMemory, cuts: Ints) -> Floats:
         """[rows, places] bytes of the stages of each rank together."""
@@ -150,7 +247,7 @@ class Problem:
                     axis=0,
                 )
             hops.append(kinds[key])
-        return Chain(costs.before_s, speeds, self.starts, hops, self.limits, self._again_s)
+        return Chain(costs.before_s, speeds, self.starts, hops, self.limits, self._leaner)
 
     def best(self, bound_s: float, *, thorough: bool = True) -> Found | None:
         """The best split found; None: none fits. bound_s: what none can beat. Not `thorough`: no climbing."""
@@ -233,13 +330,26 @@ class Problem:
         cuts = cuts[self.fitting(cuts)]
         if not len(cuts):
             return []
-        totals = (measure or self.replayer.total_s)(cuts, self.recomputed(cuts))
+        rows, ways, complete = self.ways(cuts)
+        totals = (measure or self.replayer.total_s)(cuts[rows], ways)
+        if len(rows) > len(cuts):  # of each split, the best
+            order = np.lexsort((totals, rows))
+            order = order[np.unique(rows[order], return_index=True)[1]]
+            rows, ways, totals = rows[order], ways[order], totals[order]
+        cuts, proven = cuts[rows], proven and complete
         order = np.argsort(totals, kind="stable")
         order = order[totals[order] <= totals[order[min(most, len(order)) - 1]] * (1 + CLOSE)]
         digits = np.round(np.column_stack((totals[order], self._bottleneck_s(cuts[order]))) / (totals.min() or 1.0), 9)
         order = order[np.lexsort((*cuts[order].T[::-1], *digits.T[::-1]))][:most]
         return [
-            Found(float(totals[k]), self, tuple(map(int, cuts[k])), float(totals[k]) if proven else 0.0) for k in order
+            Found(
+                float(totals[k]),
+                self,
+                tuple(map(int, cuts[k])),
+                float(totals[k]) if proven else 0.0,
+                tuple(map(int, ways[k])),
+            )
+            for k in order
         ]
 
     def _bottleneck_s(self, cuts: Ints) -> Any:
@@ -298,6 +408,8 @@ class Found(NamedTuple):
     cuts: tuple[int, ...]
     bound_s: float
     """No split of the setting is faster."""
+    ways: tuple[int, ...]
+    """By stage, which of the problem's savings."""
 
     @property
     def setting(self) -> Setting:
@@ -310,18 +422,27 @@ class Found(NamedTuple):
         return float(each[0]) * self.setting.num_microbatches
 
     @property
+    def savings(self) -> tuple[Saving, ...]:
+        """By stage."""
+        return tuple(self.problem.savings[way] for way in self.ways)
+
+    @property
     def recompute(self) -> tuple[bool, ...]:
         """By stage."""
-        if self.problem.recompute == "always":
-            return (True,) * self.setting.num_stages
-        flags = self.problem.recomputed(np.array([self.cuts], dtype=np.int64).reshape(1, -1))
-        return (False,) * self.setting.num_stages if flags is None else tuple(flags[0].tolist())
+        return tuple(one.recompute for one in self.savings)
+
+    @property
+    def shard(self) -> tuple[Shard, ...]:
+        """By stage."""
+        return tuple(one.shard for one in self.savings)
 
     def rank(self) -> tuple[Any, ...]:
-        """Order of preference: time to nine digits, less recomputed, simpler, more even, the cluster's own order."""
+        """Order of preference: time to nine digits, less recomputed, less divided, simpler, more even, the cluster's
+        own order."""
         return (
             float(f"{self.total_s:.9e}"),
             sum(self.recompute),
+            sum(map(get_args(Shard).index, self.shard)),
             self.setting.size,
             float(f"{self.bottleneck_s:.9e}"),
             self.problem.layout.number,

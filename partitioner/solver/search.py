@@ -119,7 +119,7 @@ def _with_others(others: list[Problem], lower_bound_s: float) -> tuple[float, Pr
     for quick_s, _, problem in sorted((one.quick_s(), k, one) for k, one in enumerate(others)):
         if quick_s >= lower_bound_s:
             break
-        if problem.limits is not None and problem.limits.hopeless():
+        if problem.hopeless():
             continue
         bound_s = max(quick_s, problem.bounds.tight(lower_bound_s))
         if bound_s < lower_bound_s:
@@ -192,7 +192,7 @@ def _race(
         if bound_s >= best * (1 - problem.slack) and (not found or _no_simpler(problem, found)):
             beaten.append(Waiting(bound_s, number, is_tight, problem))
         elif not is_tight:
-            if problem.limits is None or not problem.limits.hopeless():
+            if not problem.hopeless():
                 bound_s = max(bound_s, problem.bounds.tight(best))
             else:
                 bound_s = math.inf

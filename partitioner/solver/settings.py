@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
 
 from partitioner.errors import ArgumentError
 from partitioner.graph import CostGraph
@@ -13,7 +12,7 @@ from partitioner.profiles import Profile
 from partitioner.schedule import placement
 from partitioner.solver.arrangement import arranged
 from partitioner.solver.layout import AnyLayout, Devices, Layout, Site
-from partitioner.specs import Cluster, ScheduleName, Training
+from partitioner.specs import EXECUTED_SHARDS, Cluster, Saving, ScheduleName, Shard, Training
 
 MOST_ACTIONS = 2**18
 """A step that we choose has at most so many; settings with more are only held against their lower bound."""
@@ -115,9 +114,20 @@ def check_request(graph: CostGraph, cluster: Cluster, training: Training) -> Non
     _check_pins(graph, cluster, training)
 
 
-def recomputation(training: Training) -> Literal["never", "always", "where needed"]:
-    """Which stages run their forwards again for their backwards; where needed: those that do not fit otherwise."""
-    return "where needed" if training.recompute == "auto" else training.recompute
+def savings(graph: CostGraph, training: Training, num_stages: int, num_replicas: int) -> tuple[Saving, ...]:
+    """How a stage may run, what takes the least time first; in the step of several stages, nothing is ever faster than
+    another way that recomputes no more and divides no more, but for dividing the optimizer's state alone.
+
+    That costs such stages nothing: their gradients are scattered and their weights gathered where an all-reduce would
+    do both, and each replica has a part of the optimizer's work. Whole replicas reduce gradients during the backward
+    instead, so of them neither is always faster.
+    """
+    levels: tuple[Shard, ...] = (training.one_shard,) if num_replicas > 1 else ("none",)
+    if training.shard == "auto" and num_replicas > 1:
+        works = graph.profile.optimizer_s > 0 and graph.trainable_elements(0, graph.num_layers) > 0
+        levels = EXECUTED_SHARDS[1:] if works and num_stages > 1 else EXECUTED_SHARDS
+    recomputes = {"never": (False,), "always": (True,), "auto": (False, True)}[training.recompute]
+    return tuple(Saving(again, level) for again in recomputes for level in levels)
 
 
 def pinned_positions(graph: CostGraph, training: Training) -> dict[int, int]:

@@ -16,7 +16,7 @@ from partitioner.solver.layout import Site
 from partitioner.solver.problem import Problem
 from partitioner.solver.settings import mesh_levels, pinned_positions, settings
 from partitioner.solver.starts import stage_starts
-from partitioner.specs import Cluster, Device, Shard, Training, format_bytes
+from partitioner.specs import EXECUTED_SHARDS, Cluster, Device, Training, format_bytes
 
 PRECISION = 5e-3
 """Relative, of the smallest limit that would do."""
@@ -38,11 +38,10 @@ def shortage(graph: CostGraph, cluster: Cluster, training: Training) -> str:
     problem = min(problems, key=_least_extra)
     lacking, split = _closest(problem)
     setting, bounds = problem.setting, graph.bounds(split.cuts)
-    stages = np.arange(setting.num_stages)
-    needed = problem.memory.least_bytes(stages, [first for first, _ in bounds], [last for _, last in bounds])
+    needed, ways = (one[0] for one in problem.least_bytes(np.array([split.cuts], dtype=np.int64).reshape(1, -1)))
     stage = int(np.argmax(needed - problem.memory.room))
     device = _tightest(cluster, training, setting.devices_by_stage[stage])
-    lean = bool(needed[stage] < problem.memory.bytes(stage, *bounds[stage]))
+    saving = problem.savings[int(ways[stage])]
     items = stage_memory(
         graph,
         training,
@@ -53,7 +52,8 @@ def shortage(graph: CostGraph, cluster: Cluster, training: Training) -> str:
         num_microbatches=setting.num_microbatches,
         num_replicas=setting.num_replicas,
         num_ranks=setting.num_places,
-        recompute=problem.recompute == "always" or lean,
+        recompute=saving.recompute,
+        shard=saving.shard,
     )
     limit, held = memory_limit(device, training), int(problem.memory.held[stage])
     ways = _way_out(graph, cluster, training, limit, lacking * (1 + device.slack))
@@ -164,8 +164,7 @@ def _tightest(cluster: Cluster, training: Training, devices: Sequence[int]) -> D
 def _fits(problem: Problem) -> bool:
     if problem.setting.stages_per_rank > 1:
         return problem.best(0.0, thorough=False) is not None
-    hopeless = problem.limits is not None and problem.limits.hopeless()
-    return not hopeless and cheapest_split(problem.chain) is not None
+    return not problem.hopeless() and cheapest_split(problem.chain) is not None
 
 
 def _somehow(graph: CostGraph, cluster: Cluster, training: Training) -> Problem | None:
@@ -175,7 +174,8 @@ def _somehow(graph: CostGraph, cluster: Cluster, training: Training) -> Problem 
 
 def _least_extra(problem: Problem) -> float:
     """Bytes that every device must have more of at least, by what does not depend on the cuts."""
-    whole = problem.memory.least_bytes(np.arange(problem.setting.num_stages), 0, problem.graph.num_layers)
+    stages = np.arange(problem.setting.num_stages)
+    whole = np.min([one.bytes(stages, 0, problem.graph.num_layers) for one in problem.memories], axis=0)
     low, high = 0.0, float(np.max(whole - problem.memory.room))
     while high - low > PRECISION * max(1.0, high + float(problem.memory.room.min())):
         middle = (low + high) / 2
@@ -190,8 +190,7 @@ def _closest(problem: Problem) -> tuple[float, Split]:
     """(bytes that it lacks at most, split) of the split that lacks the least, to `PRECISION`."""
 
     def lacking(split: Split) -> float:
-        edges = np.array((0, *split.cuts, problem.graph.num_layers))
-        needed = problem.memory.least_bytes(np.arange(problem.setting.num_stages), edges[:-1], edges[1:])
+        needed, _ = problem.least_bytes(np.array([split.cuts], dtype=np.int64).reshape(1, -1))
         return float(np.max(needed - problem.memory.room))
 
     free = problem.chain.free()
@@ -209,7 +208,12 @@ def _closest(problem: Problem) -> tuple[float, Split]:
 
 
 def _grown(problem: Problem, extra_bytes: float) -> Chain:
-    return replace(problem.chain, limits=problem.memory.grown(extra_bytes))
+    chain = problem.chain
+    leaner = tuple(
+        one._replace(limits=memory.grown(extra_bytes))
+        for one, memory in zip(chain.leaner, problem.memories[1:], strict=False)
+    )
+    return replace(chain, limits=problem.memory.grown(extra_bytes), leaner=leaner)
 
 
 def _way_out(graph: CostGraph, cluster: Cluster, training: Training, limit: int, lacking: float) -> list[str]:
@@ -221,9 +225,11 @@ def _way_out(graph: CostGraph, cluster: Cluster, training: Training, limit: int,
         ways.append(f"microbatches={found.setting.num_microbatches}")
     if training.recompute == "never" and (found := _tried(graph, cluster, training, recompute="auto")):
         ways.append("recompute='auto'")
-    levels: tuple[Shard, ...] = ("zero1", "zero2", "zero3") if training.shard == "none" else ()
+    levels = [level for level in (*EXECUTED_SHARDS[1:], "zero3") if training.shard == "none" or level == "zero3"]
     level = next((level for level in levels if _tried(graph, cluster, training, shard=level)), None)
-    if level is not None:
+    if level in EXECUTED_SHARDS:
+        ways.append("shard='auto'")
+    elif level is not None:
         ways.append(f"shard={level!r} (solve() predicts it, this version does not run it)")
     if training.mesh != "auto" and (found := _tried(graph, cluster, training, mesh="auto")):
         ways.append(f"mesh={found.setting.mesh}")

@@ -156,9 +156,8 @@ def replicas_of_a_pipeline(case: Case, ranks: Ranks) -> Iterator[Finding]:
     def ask(space: dict[str, Any]) -> Ask:
         return Ask(space["inputs"], space["target"], space["loss_fn"], steps=asked["steps"])
 
-    plan = plan_for(
-        case, ask, pp=asked["stages"], dp=asked["replicas"], microbatches=asked["microbatches"], optimizer="sgd"
-    )
+    mesh = {"pp": asked["stages"], "dp": asked["replicas"]}
+    plan = plan_for(case, ask, **mesh, microbatches=asked["microbatches"], optimizer="sgd", shard="none")
     seen = train(ranks, case, plan, ask)
     yield same("loss of the last step", [one.losses[-1] for one in seen], [case.ref["loss_step2"]] * 4, 1e-5)
     weights = joined(seen, "weights")
