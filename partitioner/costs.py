@@ -12,7 +12,7 @@ from partitioner.clock import Replica, StageCost, Transfer
 from partitioner.errors import ArgumentError
 from partitioner.graph import CostGraph
 from partitioner.memory import BUCKET_BYTES, memory_limit, stage_memory
-from partitioner.specs import EXCHANGES, EXECUTED_SHARDS, Cluster, Link, Shard, Training
+from partitioner.specs import EXCHANGES, EXECUTED_SHARDS, Cluster, Link, Shard, Training, counted
 
 FIRST_BUCKET_BYTES = 2**20
 """What DistributedDataParallel puts into the first bucket, so that it starts early."""
@@ -252,8 +252,8 @@ def place(cluster: Cluster, num_stages: int, num_replicas: int) -> tuple[tuple[i
     num_ranks = num_stages * num_replicas
     if num_ranks > cluster.num_devices:
         raise ArgumentError(
-            f"{num_stages} stages x {num_replicas} replicas need {num_ranks} devices, the cluster has "
-            f"{cluster.num_devices}: use a smaller mesh"
+            f"{counted(num_stages, 'stage')} x {counted(num_replicas, 'replica')} need {num_ranks} devices, the "
+            f"cluster has {cluster.num_devices}: use a smaller mesh"
         )
     by_node = sorted(range(num_ranks), key=lambda rank: cluster.nodes[rank])
     return tuple(tuple(by_node[stage::num_stages]) for stage in range(num_stages))

@@ -229,6 +229,14 @@ class Profile(Shown, Frozen):
         if list(self.microbatch_sizes) != sorted(set(self.microbatch_sizes)):
             raise ValueError(f"microbatch_sizes must ascend, got {self.microbatch_sizes}")
         place = {layer_id: k for k, layer_id in enumerate(ids)}
+        for name, values in (("step_s", self.step_s), ("unattributed_s", self.unattributed_s)):
+            if values and len(values) != len(self.microbatch_sizes):
+                raise ValueError(
+                    f"{name}: {len(values)} times, but there are {len(self.microbatch_sizes)} microbatch_sizes "
+                    f"{self.microbatch_sizes}: one for each, or none"
+                )
+        if unknown := sorted(set(self.no_cut) - set(place)):
+            raise ValueError(f"no_cut: there is no layer {unknown[0]!r}")
         for layer in self.layers:
             if tuple(cost.samples for cost in layer.costs) != self.microbatch_sizes:
                 raise ValueError(f"layer {layer.id}: its costs are not at the sizes {self.microbatch_sizes}")

@@ -7,11 +7,12 @@ import math
 import os
 import re
 import tomllib
+from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from partitioner.errors import ArgumentError, expect
 
@@ -131,6 +132,14 @@ def format_bytes(num_bytes: float, *, up: bool = False) -> str:
             break
         value /= 1024
     return f"{shown:.{digits}f} {unit}"
+
+
+def counted(number: int, one: str, many: str = "") -> str:
+    """
+    >>> counted(1, "sample"), counted(2, "micro-batch", "micro-batches")
+    ('1 sample', '2 micro-batches')
+    """
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
 class Device(Given):
@@ -403,6 +412,17 @@ class Training(Given):
     """Layer id -> stage, kept by the solver, or a word: layers with the same word are on one stage, whichever, with all
     between them. A whole split by hand names every layer."""
     batch_dim: int = 0
+
+    @field_validator("pin", mode="before")
+    @classmethod
+    def _check_pin(cls, pin: Any) -> Any:
+        """True and False are no numbers of stages."""
+        if isinstance(pin, Mapping) and (wrong := [name for name, stage in pin.items() if isinstance(stage, bool)]):
+            raise ValueError(
+                f"{wrong[0]!r}: {pin[wrong[0]]} is no stage: give its number, from 0 on, or a word that layers of one "
+                "stage share"
+            )
+        return pin
 
     @property
     def stage_pins(self) -> dict[str, int]:

@@ -22,7 +22,7 @@ from partitioner.progress import Progress, shown
 from partitioner.report.blocks import Facts, Page, Prose
 from partitioner.restore import untouched
 from partitioner.selfcheck import worst_difference
-from partitioner.specs import Frozen, Seconds
+from partitioner.specs import Frozen, Seconds, counted
 from partitioner.structures import map_tensors
 from partitioner.tracing import unwrap
 from partitioner.trial import explained
@@ -129,7 +129,8 @@ class Verification(Shown, Frozen):
         )
         title = (
             f"Verified: {same}"
-            f" (pp {self.mesh['pp']} x dp {self.mesh['dp']}, {self.schedule}, {self.num_microbatches} micro-batches)"
+            f" (pp {self.mesh['pp']} x dp {self.mesh['dp']}, {self.schedule}, "
+            f"{counted(self.num_microbatches, 'micro-batch', 'micro-batches')})"
         )
         return Page(title, (numbers, *((Prose("note", self.notes),) if self.notes else ())))
 

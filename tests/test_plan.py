@@ -154,6 +154,14 @@ def test_the_gap_is_what_the_whole_step_takes_above_the_bound() -> None:
     assert given_plan(lower_bound_s=0.18).gap == 0.0
 
 
+def test_nothing_is_known_of_the_best_where_the_order_was_searched() -> None:
+    plan = given_plan()
+    own = tuple(" ".join(map(str, order)) for order in plan.actions())
+    searched = type(plan).model_validate(plan.model_dump() | {"orders": own})
+    assert plan.gap is not None and searched.gap is None
+    assert "not known: the order of actions was searched" in str(searched)
+
+
 def test_memory_and_losses_add_up_over_all_their_parts() -> None:
     memory = {name: 2**k for k, name in enumerate(MemoryItems.model_fields)}
     assert MemoryItems(**memory).total == 2 ** len(memory) - 1

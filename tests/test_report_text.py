@@ -53,6 +53,23 @@ def test_each_stage_shows_its_own_numbers() -> None:
         assert value(cells["idle"]) == pytest.approx(predicted.idle_s / plan.prediction.step_s, abs=5e-4)
 
 
+def test_the_shard_level_is_shown_by_stage_where_stages_differ() -> None:
+    def shown(*levels: str) -> tuple[list[str], str | None]:
+        plan = given_plan()
+        stages = [
+            stage.model_copy(update={"shard": level, "recompute": level == "zero2"})
+            for stage, level in zip(plan.stages, levels, strict=True)
+        ]
+        plan = plan.model_copy(update={"stages": tuple(stages)})
+        return [str(row[0]) for row in tables(plan)[0].rows], facts(plan).get("sharded")
+
+    assert len(given_plan().stages) == 2
+    assert shown("none", "none") == (["0", "1"], None)
+    assert shown("zero1", "zero1") == (["0", "1"], "zero1")
+    assert shown("zero2", "none") == (["0 (recompute, zero2)", "1"], "zero2 on stage 0")
+    assert shown("zero2", "zero1")[1] == "zero2 on stage 0; zero1 on stage 1"
+
+
 def test_memory_is_itemised_and_adds_up() -> None:
     plan = given_plan()
     table = tables(plan)[1]

@@ -40,6 +40,12 @@ def test_a_bare_number_is_bytes_and_not_gigabytes() -> None:
     assert "plain number of bytes" in (parse_bytes.__doc__ or "")
 
 
+@pytest.mark.parametrize("stage", [True, False])
+def test_a_pin_to_true_or_false_is_no_stage(stage: bool) -> None:
+    with pytest.raises(ArgumentError, match=rf"'a': {stage} is no stage: give its number, from 0 on, or a word"):
+        Training(batch_size=4, pin={"a": stage})
+
+
 @pytest.mark.parametrize("text", ["80Gb", "80Gib", "8b", "80gb"])
 def test_bits_are_refused_by_name(text: str) -> None:
     with pytest.raises(ArgumentError, match=r"bits.*GiB"):

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from partitioner.errors import PlanMismatchError, SetupError
 from partitioner.plan import Plan
+from partitioner.specs import counted
 from partitioner.wire import Channel, End
 
 
@@ -210,7 +211,7 @@ def join_mesh(plan: Plan, device: str | torch.device | None, timeout_s: float) -
 def _shape(plan: Plan) -> str:
     if plan.takes_turns:
         return f"{' + '.join(str(len(stage.ranks)) for stage in plan.stages)} of its stages"
-    return f"{plan.num_stages} stages x {plan.num_replicas} replicas"
+    return f"{counted(plan.num_stages, 'stage')} x {counted(plan.num_replicas, 'replica')}"
 
 
 def _device(plan: Plan, rank: int, device: str | torch.device | None) -> torch.device:

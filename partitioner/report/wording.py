@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from partitioner.specs import counted
+
+count = counted
+
 
 def seconds(value: float) -> str:
     """A duration for people, three digits.
@@ -26,14 +30,6 @@ def percent(fraction: float) -> str:
     """
     text = f"{100 * fraction:.1f}"
     return ("0.0" if text == "-0.0" else text) + " %"
-
-
-def count(number: int, one: str, many: str = "") -> str:
-    """
-    >>> count(1, "sample"), count(2, "micro-batch", "micro-batches")
-    ('1 sample', '2 micro-batches')
-    """
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
 def numbers(values: Iterable[int]) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 
 from partitioner.errors import ArgumentError
 from partitioner.solver.layout import AnyLayout, Ints, Layout, Site
+from partitioner.specs import counted
 
 MOST_ORDERS = 240
 """Ways to choose and order devices up to which all are tried; of one node, those with the same figures are the same."""
@@ -37,7 +38,7 @@ def arranged(site: Site, num_places: int, num_replicas: int) -> Arranged:
     used = num_places * num_replicas
     if used > site.cluster.num_devices:
         raise ArgumentError(
-            f"{num_places} stages x {num_replicas} replicas need {used} devices, the cluster has "
+            f"{counted(num_places, 'stage')} x {counted(num_replicas, 'replica')} need {used} devices, the cluster has "
             f"{site.cluster.num_devices}: use a smaller mesh"
         )
     kind = _kinds(site, num_places, num_replicas)

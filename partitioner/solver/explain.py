@@ -15,7 +15,7 @@ from partitioner.solver.limits import DeviceMemory
 from partitioner.solver.problem import CLOSE, Found, Problem
 from partitioner.solver.search import Searched
 from partitioner.solver.settings import Setting, divisors
-from partitioner.specs import EXECUTED, EXECUTED_SHARDS, Training, format_bytes
+from partitioner.specs import EXECUTED, EXECUTED_SHARDS, Training, counted, format_bytes
 
 NOTICEABLE = 0.01
 """Relative; what changes a step by less is left unsaid."""
@@ -102,7 +102,8 @@ def _other_counts(found: Found, *, filling: bool) -> list[str]:
     count = min(totals, key=lambda one: (totals[one], one))
     change = totals[count] / found.total_s - 1
     if change < -NOTICEABLE / 10:
-        return [f"{count} micro-batches instead of {setting.num_microbatches} would take {100 * -change:.1f} % less"]
+        others = counted(count, "micro-batch", "micro-batches")
+        return [f"{others} instead of {setting.num_microbatches} would take {100 * -change:.1f} % less"]
     more = [other for other in totals if other > setting.num_microbatches]
     if not more:
         if not filling:
@@ -239,7 +240,8 @@ def _devices(found: Found, prediction: Prediction, fewer: Found | None) -> list[
             f"{count} of these {used} devices would be faster: {duration(fewer.total_s)} instead of "
             f"{duration(found.total_s)}, {100 * (1 - fewer.total_s / found.total_s):.1f} % less (pp "
             f"{fewer.setting.num_places} x dp {fewer.setting.num_replicas}, {fewer.setting.schedule}, "
-            f"{fewer.setting.num_microbatches} micro-batches); ask for {count} to use no more"
+            f"{counted(fewer.setting.num_microbatches, 'micro-batch', 'micro-batches')}); ask for {count} to use no "
+            "more"
         )
     elif prediction.speedup < 1:
         said.append(
@@ -255,7 +257,8 @@ def _unseen(found: Found, searched: Searched) -> list[str]:
         return []
     setting = searched.unseen.setting
     if setting.devices:
-        what = f"{setting.num_microbatches} micro-batches on pp {setting.num_places} x dp {setting.num_replicas}"
+        what = counted(setting.num_microbatches, "micro-batch", "micro-batches")
+        what = f"{what} on pp {setting.num_places} x dp {setting.num_replicas}"
         return [f"{what}, too many actions a step, were not tried; the lower bound counts what they could reach"]
     return ["not every choice and order of the devices was tried; the lower bound counts what any of them could reach"]
 

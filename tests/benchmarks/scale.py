@@ -1,13 +1,14 @@
 """How long the full search takes, and how much memory, against layers and devices: chains and graphs with branches.
 
-usage: python tests/benchmarks/scale.py [--layers N ...] [--devices N ...] [--json FILE] [--plot FILE]
+usage: python tests/benchmarks/scale.py [--layers N ...] [--devices N ...] [--shard auto] [--json FILE] [--plot FILE]
 
 Searched are every mesh that uses all devices, every micro-batch count that divides a replica's samples (8 and more: the
 batch is 128 samples a device), 1f1b and gpipe, recomputation where a stage needs it, and all cuts, under one limit of
-memory that makes stages necessary. Seconds are those of the processor, of which the search uses one, so that other
-work on the machine does not count. Layers cost, send and hold uneven amounts, at random; "branching" models have blocks
-of branches that meet again, and skips from their first half to their second; "repeated" ones are transformers of equal
-layers. Peak memory is that of a process of its own, less what it takes before it solves.
+memory that makes stages necessary; with --shard auto, also what each stage's replicas divide. Seconds are those of the
+processor, of which the search uses one, so that other work on the machine does not count. Layers cost, send and hold
+uneven amounts, at random; "branching" models have blocks of branches that meet again, and skips from their first half
+to their second; "repeated" ones are transformers of equal layers. Peak memory is that of a process of its own, less
+what it takes before it solves.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, nargs="*", default=[4, 16, 64, 256, 1_024, 4_096])
     parser.add_argument("--kinds", nargs="*", default=["chain", "branching"])
     parser.add_argument("--repeated", action="store_true", help="also 126 equal layers over 16,384 devices")
+    parser.add_argument("--shard", default="none", metavar="auto|none")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE")
     options = parser.parse_args()
@@ -62,7 +64,7 @@ def main() -> None:
     rows: list[Row] = []
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
         for size in sizes:
-            row = pool.apply(measured, size)
+            row = pool.apply(measured, (*size, options.shard))
             rows.append(row)
             print(
                 f"{row.kind:10} {row.layers:7} {row.devices:7} {row.solve_s:8.3f} {row.peak_bytes / 2**20:9.1f}  "
@@ -79,12 +81,10 @@ def main() -> None:
         draw(rows, options.plot)
 
 
-def measured(num_layers: int, num_devices: int, kind: str) -> Row:
+def measured(num_layers: int, num_devices: int, kind: str, shard: Any) -> Row:
     profile = repeated(num_layers) if kind == "repeated" else uneven(num_layers, branching=kind == "branching")
-    there, training = (
-        cluster(profile, num_devices),
-        Training(batch_size=SAMPLES_A_DEVICE * num_devices, recompute="auto"),
-    )
+    there, batch_size = cluster(profile, num_devices), SAMPLES_A_DEVICE * num_devices
+    training = Training(batch_size=batch_size, recompute="auto", shard=shard)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.process_time()
     plan = solve(profile, there, training)
@@ -99,7 +99,7 @@ def measured(num_layers: int, num_devices: int, kind: str) -> Row:
         plan.mesh,
         plan.schedule,
         plan.num_microbatches,
-        plan.gap,
+        plan.gap or 0.0,
     )
 
 
