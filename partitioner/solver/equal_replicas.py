@@ -6,7 +6,7 @@ import heapq
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -23,14 +23,14 @@ from partitioner.solver.forward_memory import ForwardMemory
 from partitioner.solver.layout import AnyLayout, Devices, Layout, Site
 from partitioner.solver.settings import divisors, pinned_positions
 from partitioner.solver.starts import stage_starts
-from partitioner.solver.windows import window_minimum
+from partitioner.solver.windows import least_that_fits, window_minimum
 from partitioner.specs import Cluster, Device, Training
 
 CLOSE = 1e-9
 PRECISION = 1e-10
 """Relative, of the slowest stage."""
 MOST_PAIRED = 3_000
-"""Layers, up to which every pair of positions is looked at where memory binds."""
+"""Layers, up to which all that a stage holds is looked at where memory binds, not only what grows with it."""
 
 
 def cases(graph: CostGraph, cluster: Cluster, training: Training) -> Iterator[Case]:
@@ -231,12 +231,6 @@ class Case:
         known = {room: self._fit.near(room) for room in set(self.room)}
         return [known[room] for room in self.room]
 
-    @cached_property
-    def _pairs(self) -> list[np.ndarray]:
-        """By stage, [n + 1, n + 1] whether the layers from one position to another fit."""
-        known = {room: self._fit.pairs(room) for room in set(self.room)}
-        return [known[room] for room in self.room]
-
     def _cheapest(self, cap: float, hops: np.ndarray) -> tuple[int, ...] | None:
         """Cuts with the least sum of stages and transfers, none over the cap; None: there are none that fit."""
         cuts = self._shortest(cap, hops, exactly=False)
@@ -248,36 +242,37 @@ class Case:
         return self._shortest(cap, hops, exactly=True) if self.graph.num_layers <= MOST_PAIRED else None
 
     def _shortest(self, cap: float, hops: np.ndarray, exactly: bool) -> tuple[int, ...] | None:
-        """`_cheapest` by windows of what has room; exactly: with every pair of positions looked at."""
+        """`_cheapest` by windows of what only grows with a stage; exactly: by all that a stage holds."""
         n, p, starts = self.graph.num_layers, self.num_stages, self._starts
         if starts is None:
             return None
         before, slicing_s = self.graph.at(self.samples).forward_before_s, self.graph.slicing_s(p)
-        best = np.where(np.arange(n + 1) == 0, 0.0, math.inf)
-        history = []
+        ends = np.arange(n + 1)
+        best = np.where(ends == 0, 0.0, math.inf)
+        history: list[tuple[np.ndarray, np.ndarray]] = []
         for s, speed in enumerate(self.speeds):
             allowed = starts[s] & (hops[s] <= cap * (1 + 1e-12))
             base = np.where(allowed, best + hops[s], math.inf) - before / speed
             least = before - (cap * speed - slicing_s) * (1 + 1e-12) if cap < math.inf else np.full(n + 1, -math.inf)
             lows = np.maximum(np.searchsorted(before, least, side="left"), self._near[s])
-            history.append((base, lows))
             if exactly:
-                inside = self._pairs[s] & (np.arange(n + 1)[:, None] >= lows) & np.tri(n + 1, k=-1, dtype=np.bool_).T
-                least = np.where(inside, base[:, None], math.inf).min(axis=0)
+                least, source = least_that_fits(base, lows, ends, partial(self._fits_on, s))
+                history.append((source, lows))
             else:
-                least = window_minimum(base, lows, np.arange(len(base)))
+                least = window_minimum(base, lows, ends)
+                history.append((base, lows))
             best = least + (before + slicing_s) / speed
         if not best[n] < math.inf:
             return None
         cuts, at = [], n
         for s in range(p - 1, -1, -1):
-            base, lows = history[s]
-            window = base[lows[at] : at]
-            if exactly:
-                window = np.where(self._pairs[s][lows[at] : at, at], window, math.inf)
-            at = int(lows[at] + np.argmin(window))
+            values, lows = history[s]
+            at = int(values[at] if exactly else lows[at] + np.argmin(values[lows[at] : at]))
             cuts.append(at)
         return tuple(reversed(cuts[:-1]))
+
+    def _fits_on(self, stage: int, first: np.ndarray, last: np.ndarray) -> np.ndarray:
+        return self._fit.held(first, last) <= self.room[stage]
 
 
 def _slowest(replica: Replica) -> float:

@@ -20,7 +20,7 @@ from partitioner.solver.explain import about_costs
 from partitioner.solver.inference_shortage import inference_shortage
 from partitioner.solver.layout import AnyLayout, Devices
 from partitioner.solver.settings import check_request, divisors, numbered
-from partitioner.solver.unequal_replicas import Turns, turn_searches
+from partitioner.solver.unequal_replicas import Turns, unequal_replicas
 from partitioner.specs import Cluster, Training
 from partitioner.turns import most_turns
 
@@ -69,11 +69,8 @@ def solve_inference(graph: CostGraph, cluster: Cluster, training: Training) -> P
     if not found:
         raise InfeasibleError(inference_shortage(graph, cluster, training))
     lower = min([lower, best, *(bound for bound, _, _ in waiting)])
-    turns: Turns | None = None
-    for search in turn_searches(graph, cluster, training):
-        if search.bound_s < best * (1 - CLOSE):
-            faster, bound_s = search.solve(best)
-            turns, best, lower = faster or turns, min(best, faster.seconds if faster else best), min(lower, bound_s)
+    turns, bound_s = unequal_replicas(graph, cluster, training, best)
+    lower = min(lower, bound_s)
     found.sort(key=Found.rank)
     splits = [_of_mesh(one) for one in found]
     return _plan(graph, cluster, training, splits if turns is None else [_of_turns(turns), *splits], lower, unfit)

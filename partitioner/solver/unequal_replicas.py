@@ -16,9 +16,9 @@ can, it is how far d devices reach, O(d^1.5 log n): that says no, or yes, to mos
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -36,6 +36,10 @@ from partitioner.solver.layout import Devices, Site
 from partitioner.solver.settings import divisors
 from partitioner.specs import Cluster, Device, Link, Training
 from partitioner.turns import most_turns, period_s
+
+FEW_LAYERS = 500
+NEARLY = 1e-4
+"""Relative; of more layers, a split so close to the bound is left as it is."""
 
 
 class Turns(NamedTuple):
@@ -69,15 +73,39 @@ class Turns(NamedTuple):
         ]
 
 
-def turn_searches(graph: CostGraph, cluster: Cluster, training: Training) -> Iterator[TurnSearch]:
-    """One for each number of micro-batches, those first that promise most; none where a mesh or a pin fixes stages."""
+def unequal_replicas(
+    graph: CostGraph, cluster: Cluster, training: Training, below_s: float
+) -> tuple[Turns | None, float]:
+    """(the best split of any number of micro-batches, None where none is found that is below; what none can beat).
+
+    There is none where a mesh or a pin fixes stages.
+    """
+    best, bound_s = None, below_s
+    undecided: list[tuple[float, int, TurnSearch]] = []
+    for search in _searches(graph, cluster, training):
+        limit_s = below_s if best is None else best.seconds
+        if search.bound_s < limit_s * (1 - CLOSE):
+            one, none_s = search.likely(limit_s)
+            best = one or best
+            undecided.append((none_s, len(undecided), search))
+    for none_s, _, search in sorted(undecided):
+        limit_s = below_s if best is None else best.seconds
+        if none_s < limit_s * (1 - CLOSE):
+            one, none_s = search.best(limit_s, none_s)
+            best = one or best
+        bound_s = min(bound_s, none_s)
+    return best, bound_s if best is None else min(bound_s, best.seconds)
+
+
+def _searches(graph: CostGraph, cluster: Cluster, training: Training) -> list[TurnSearch]:
+    """One for each number of micro-batches, those first that promise most."""
     if training.objective != "throughput" or training.mesh != "auto" or training.stage_pins:
-        return
+        return []
     batch = training.batch_size
     counts = divisors(batch) if training.microbatches == "auto" else [training.microbatches]
     site = Site(cluster, training)
     searches = [TurnSearch(graph, cluster, training, site, count) for count in counts if batch % count == 0]
-    yield from sorted(searches, key=lambda one: one.bound_s)
+    return sorted(searches, key=lambda one: one.bound_s)
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,34 +134,45 @@ class TurnSearch:
         turns = most_turns(m, self.cluster.num_devices)
         return max(m * float(work_s.sum()) / float(self.site.speed.sum()), turns * float(work_s.max()) / self._speed)
 
-    def solve(self, below_s: float) -> tuple[Turns | None, float]:
-        """(the best split, None where none is found that is below; what no split can beat)."""
-        least = _Reach(self, self._hops(self.site.intra, self.site.inter))
+    def likely(self, below_s: float) -> tuple[Turns | None, float]:
+        """(a good split, None where none is found that is below; what no split can beat)."""
+        least = self._ways[0]
         bound_s = least.bound(below_s, self.bound_s)
         whole = self._one_stage()
         if not self.site.alike:
             return None, min(below_s, bound_s if whole is None else self.bound_s)
-        best, limit_s = None, below_s
-
-        def consider(one: Turns | None) -> None:
-            nonlocal best, limit_s
-            if one is not None and one.seconds < limit_s * (1 - CLOSE):
-                best, limit_s = one, one.seconds
-
-        consider(whole)
-        links = {self.site.intra} if self.site.one_link else {self.site.intra, self.site.inter}
-        ways = [_Reach(self, hop_s) for link in links for hop_s in (self._hops(link), self._hops(link, all_cross=True))]
-        ways = [least, *(one for k, one in enumerate(ways) if not any(one.same(other) for other in [least, *ways[:k]]))]
-        for reach in ways:
+        best = None if whole is None or whole.seconds >= below_s * (1 - CLOSE) else whole
+        for reach in self._ways:
+            limit_s = below_s if best is None else best.seconds
             if bound_s < limit_s * (1 - CLOSE) and (split := reach.likely(limit_s, bound_s)):
-                consider(self._placed(*split))
-        for reach in ways if self.graph.num_layers <= MOST_PAIRED else ():
-            if bound_s < limit_s * (1 - CLOSE):
+                best = self._better(split, limit_s) or best
+        return best, min(below_s if whole is None else whole.seconds, below_s, bound_s)
+
+    def best(self, below_s: float, bound_s: float) -> tuple[Turns | None, float]:
+        """The same by every pair of positions, where a bound leaves something to be found: exact for a chain."""
+        best = None
+        slack = CLOSE if self.graph.num_layers <= FEW_LAYERS else NEARLY
+        for reach in self._ways if self.site.alike and self.graph.num_layers <= MOST_PAIRED else ():
+            limit_s = below_s if best is None else best.seconds
+            if bound_s < limit_s * (1 - slack):
                 none_s, split = reach.best(limit_s, bound_s)
-                bound_s = max(bound_s, none_s) if reach is least else bound_s
+                if reach is self._ways[0]:
+                    bound_s = max(bound_s, none_s)
                 if split is not None:
-                    consider(self._placed(*split))
-        return best, min(bound_s if whole is None else min(bound_s, whole.seconds), limit_s)
+                    best = self._better(split, limit_s) or best
+        return best, min(bound_s, below_s if best is None else best.seconds)
+
+    def _better(self, split: _Split, limit_s: float) -> Turns | None:
+        one = self._placed(*split)
+        return one if one.seconds < limit_s * (1 - CLOSE) else None
+
+    @cached_property
+    def _ways(self) -> list[_Reach]:
+        """What a cut can cost: the first at least, others as it may be."""
+        links = {self.site.intra} if self.site.one_link else {self.site.intra, self.site.inter}
+        hops = [self._hops(self.site.intra, self.site.inter)]
+        hops += [self._hops(link, all_cross=all_) for link in links for all_ in (False, True)]
+        return [_Reach(self, one) for k, one in enumerate(hops) if not any(map(partial(np.array_equal, one), hops[:k]))]
 
     def _hops(self, *links: Link, all_cross: bool = False) -> Floats:
         """[n + 1] seconds over the fastest of these links of what the layer before a cut hands to the next alone; or of
@@ -174,7 +213,25 @@ class TurnSearch:
 
     @cached_property
     def _near(self) -> Ints:
+        """By end, the first start that memory leaves room for, by what only grows with a stage."""
         return self._memory.near(self._room)
+
+    @cached_property
+    def _far(self) -> tuple[Ints, Ints]:
+        """[n + 1] by start, the last end that memory leaves room for: by what only grows with a stage, and with the
+        most beside that of any stage."""
+        costs, starts = self.graph.at(self.samples), np.arange(self.graph.num_layers + 1)
+        beside = 2 * math.ceil(costs.crossing_bytes.max()) + math.ceil(costs.saved_bytes.max()) + 2
+        nears = self._near, self._memory.near(self._room - beside)
+        one, other = (np.searchsorted(near, starts, side="right") - 1 for near in nears)
+        return one, other
+
+    @cached_property
+    def _pairs(self) -> Flags | None:
+        """[ends, starts] which layers fit together; None: all of those that `_near` lets through."""
+        if np.array_equal(*self._far):
+            return None
+        return np.ascontiguousarray(self._memory.pairs(self._room).T)
 
 
 class _Reach:
@@ -195,65 +252,48 @@ class _Reach:
         """Of the busiest rank, descending."""
         self.ranks: Ints = np.array(list(turns.values()))
         """The fewest of which none has more."""
-        self.far: Ints = np.searchsorted(search._near, np.arange(self.n + 1), side="right") - 1
-        """By start, the last end that memory leaves room for, by what only grows with a stage."""
-
-    def same(self, other: _Reach) -> bool:
-        return bool(np.array_equal(self.hop_s[self.allowed], other.hop_s[other.allowed]))
+        self.far = search._far
 
     def bound(self, high_s: float, low_s: float) -> float:
         """What no split can beat, `high_s` at most; not less than `low_s`, which none can either."""
-        return self._halved(low_s, high_s, self._cut_by_many)[0]
+        return _halved(low_s, high_s, self._might)[0]
 
     def likely(self, below_s: float, bound_s: float) -> _Split | None:
         """The best split that cuts only where one rank alone could send and receive; None: none is below."""
-        return self._halved(bound_s, below_s, self._cut_by_one)[1]
+        return _halved(bound_s, below_s, self._does)[1]
 
     def best(self, below_s: float, bound_s: float) -> tuple[float, _Split | None]:
         """(what no split can beat, the best of all; None: none is below)."""
-        return self._halved(bound_s, below_s, None)
+        return _halved(bound_s, below_s, self._fewest)
 
-    def _halved(
-        self, low_s: float, high_s: float, cuttable: Callable[[float], Flags] | None
-    ) -> tuple[float, _Split | None]:
-        """(a period that cannot be had, the best split found below `high_s`) with such cuts; None: with any."""
-        found: _Split | None = None
-        middle_s = high_s * (1 - CLOSE)
-        while low_s < middle_s:
-            split = self._within(middle_s, cuttable) if cuttable else self._fewest(middle_s)
-            if split is not None:
-                found, high_s = split, min(middle_s, self._period(split))
-            elif found is None and middle_s >= high_s * (1 - CLOSE):
-                return high_s, None
-            else:
-                low_s = middle_s
-            if high_s - low_s <= PRECISION * high_s:
-                break
-            middle_s = (low_s + high_s) / 2
-        return low_s, found
+    def _might(self, period: float) -> tuple[float, _Split] | None:
+        """None: no split keeps within the period, not even one whose every cut is paid by the most ranks."""
+        return self._within(period, self.allowed & (self.hop_s * self.turns[-1] <= period), self.far[0])
 
-    def _period(self, split: _Split) -> float:
-        cuts, ranks = split
+    def _does(self, period: float) -> tuple[float, _Split] | None:
+        places = self.allowed & (self.hop_s * self.turns[0] <= period)
+        for far in self.far:
+            if (found := self._within(period, places, far)) is None:
+                return None
+            edges = np.array([0, *found[1][0], self.n])
+            if (self.search._memory.held(edges[:-1], edges[1:]) <= self.search._room).all():
+                return found
+        return None
+
+    def _measured(self, cuts: tuple[int, ...], ranks: tuple[int, ...]) -> tuple[float, _Split]:
         edges = np.array([0, *cuts, self.n])
         work_s = self.before_s[edges[1:]] - self.before_s[edges[:-1]] + self.slicing_s
         each = np.maximum(work_s, np.maximum(self.hop_s[edges[1:]], self.hop_s[edges[:-1]]))
-        return float(max(most_turns(self.search.num_microbatches, r) * s for r, s in zip(ranks, each, strict=True)))
+        turns = [most_turns(self.search.num_microbatches, count) for count in ranks]
+        return float((turns * each).max()), (cuts, ranks)
 
-    def _cut_by_many(self, period: float) -> Flags:
-        flags: Flags = self.allowed & (self.hop_s * self.turns[-1] <= period)
-        return flags
-
-    def _cut_by_one(self, period: float) -> Flags:
-        flags: Flags = self.allowed & (self.hop_s * self.turns[0] <= period)
-        return flags
-
-    def _within(self, period: float, cuttable: Callable[[float], Flags]) -> _Split | None:
+    def _within(self, period: float, cuttable: Flags, far: Ints) -> tuple[float, _Split] | None:
         """A split within the period that cuts only there, each stage as long as it can be; None: there is none.
 
-        Then fewer layers never need more devices, so far[d] = max over r of the end of what r ranks do after
-        far[d - r].
+        Then fewer layers never need more devices, so reached[d] = max over r of the end of what r ranks do after
+        reached[d - r].
         """
-        places = np.flatnonzero(cuttable(period))
+        places = np.flatnonzero(cuttable)
         last = places[np.searchsorted(places, np.arange(self.n + 1), side="right") - 1]
         """The last of these places up to each position."""
         each_s = period / self.turns - self.slicing_s
@@ -263,39 +303,22 @@ class _Reach:
             count = int(np.searchsorted(self.ranks, d, side="right"))
             starts = reached[d - self.ranks[:count]]
             ends = np.searchsorted(self.before_s, (self.before_s[starts] + each_s[:count]) * (1 + 1e-13), side="right")
-            ends = last[np.maximum(np.minimum(ends - 1, self.far[starts]), starts)]
+            ends = last[np.maximum(np.minimum(ends - 1, far[starts]), starts)]
             k = int(np.argmax(ends))
             reached[d], came[d] = reached[d - 1], 0
             if ends[k] > reached[d]:
                 reached[d], came[d] = ends[k], self.ranks[k]
             if reached[d] == self.n:
-                return self._checked(self._walked_back(d, reached, came), cuttable)
+                return self._measured(*_walked_back(d, reached, came))
         return None
 
-    def _walked_back(self, d: int, reached: Ints, came: Ints) -> _Split:
-        cuts: list[int] = []
-        ranks: list[int] = []
-        while d:
-            if came[d]:
-                cuts.append(int(reached[d]))
-                ranks.append(int(came[d]))
-            d -= int(came[d]) or 1
-        return tuple(reversed(cuts[1:])), tuple(reversed(ranks))
-
-    def _checked(self, split: _Split, cuttable: Callable[[float], Flags]) -> _Split | None:
-        """A split to use must fit as a whole; one that only says what could be need not."""
-        if cuttable == self._cut_by_many:  # a bound
-            return split
-        edges = np.array([0, *split[0], self.n])
-        return split if (self.search._memory.held(edges[:-1], edges[1:]) <= self.search._room).all() else None
-
-    def _fewest(self, period: float) -> _Split | None:
+    def _fewest(self, period: float) -> tuple[float, _Split] | None:
         """A split of the fewest devices within the period, by every pair of positions; None: there are not enough."""
         places = np.flatnonzero(self.allowed)
         fewest = np.full(self.n + 1, self.num_devices + 1)
         fewest[0] = 0
         came = np.zeros((self.n + 1, 2), np.int64)
-        m = self.search.num_microbatches
+        m, pairs = self.search.num_microbatches, self.search._pairs
         for j in places[1:].tolist():
             low = int(self.search._near[j])
             if self.hop_s[j] * self.turns[-1] > period or low >= j:
@@ -304,8 +327,8 @@ class _Reach:
             with np.errstate(divide="ignore"):
                 turns = np.floor(period / np.maximum(each, self.hop_s[j]) * (1 + 1e-13))  # that a rank has time for
                 value = fewest[low:j] + np.maximum(1, np.ceil(m / turns))
-            if self.pairs is not None:
-                value[~self.pairs[low:j, j]] = math.inf
+            if pairs is not None:
+                value[~pairs[j, low:j]] = math.inf
             at = int(np.argmin(value))
             if value[at] <= self.num_devices:
                 fewest[j] = int(value[at])
@@ -317,21 +340,42 @@ class _Reach:
             at, r = (int(x) for x in came[at])
             cuts.append(at)
             ranks.append(r)
-        return tuple(reversed(cuts[:-1])), tuple(reversed(ranks))
-
-    @cached_property
-    def pairs(self) -> Flags | None:
-        """[n + 1, n + 1] which layers fit together; None: all of those that `_near` lets through."""
-        search = self.search
-        n = np.array([self.n])
-        widest = float(search.graph.at(search.samples).crossing_bytes.max())
-        if float(search._memory.held(0 * n, n)[0]) + 2 * widest <= search._room:
-            return None
-        return search._memory.pairs(search._room)
+        return self._measured(tuple(reversed(cuts[:-1])), tuple(reversed(ranks)))
 
 
 _Split = tuple[tuple[int, ...], tuple[int, ...]]
 """Cuts, and ranks by stage."""
+
+
+def _halved(
+    low_s: float, high_s: float, look: Callable[[float], tuple[float, _Split] | None]
+) -> tuple[float, _Split | None]:
+    """(a period that cannot be had, the best split found below `high_s`). look: (its period, a split) within one."""
+    found: _Split | None = None
+    middle_s = high_s * (1 - CLOSE)
+    while low_s < middle_s:
+        if (one := look(middle_s)) is not None:
+            high_s, found = min(middle_s, one[0]), one[1]
+        elif found is None and middle_s >= high_s * (1 - CLOSE):
+            return high_s, None
+        else:
+            low_s = middle_s
+        if high_s - low_s <= PRECISION * high_s:
+            break
+        middle_s = (low_s + high_s) / 2
+    return low_s, found
+
+
+def _walked_back(d: int, reached: Ints, came: Ints) -> _Split:
+    """From how far d devices reach, and with how many ranks for the last stage; 0: with one device less."""
+    cuts: list[int] = []
+    ranks: list[int] = []
+    while d:
+        if came[d]:
+            cuts.append(int(reached[d]))
+            ranks.append(int(came[d]))
+        d -= int(came[d]) or 1
+    return tuple(reversed(cuts[1:])), tuple(reversed(ranks))
 
 
 def fewest_ranks(num_microbatches: int, num_ranks: int) -> dict[int, int]:
