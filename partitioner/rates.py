@@ -96,11 +96,13 @@ class Constants:
     host_backward_s: float
     """What the host needs to launch one operator; the device waits where its kernels are shorter."""
     host_collective_s: float
-    """The same for a collective: the call, its events and streams."""
+    """The same for a collective, times log2(ranks): the call, its streams, and the wait for the last host's call."""
     host_microbatch_s: float
     """The same for a micro-batch: fetching it, the schedule, the loss brought together."""
     collective: float
     """Share of the link's large-message rate that a collective over many ranks reaches."""
+    collective_through_host: float
+    """The same where messages go through the host's memory, which a collective writes and reads at once."""
     collective_base_s: float
     collective_rank_s: float
     """Latency of a collective: base + rank x (n - 1)."""
@@ -110,13 +112,17 @@ class Constants:
     """Exponent by which that share falls with the number of nodes, of two: rings over many meet in the switches."""
     network_base_s: float
     overlap: float
-    """Share of a collective that disappears behind arithmetic where the framework overlaps the two."""
+    """Share of a gather that disappears behind arithmetic where the framework overlaps the two."""
+    overlap_gradients: float
+    """The same of a reduction of gradients, behind the backward that makes them."""
     overlap_pieces: float
     """The same of a message within a layer, where it and the matmuls around it are cut into pieces."""
     straggler: float
     """Seconds of waiting for the slower of two replicas whose step is one second."""
     shared_host: float
-    """Slowing of k replicas that share a host which prepares their inputs, of their step, times log2(k)."""
+    """Slowing of k replicas whose inputs the processors of one host prepare, of their step, times log2(k)."""
+    gradient_copies: float
+    """Times a gradient's bytes are moved to bring it into a bucket, divide it by the replicas and bring it back."""
     replica_base_s: float
     """What a step of more than one replica takes beside that: hooks, buckets, a barrier."""
     optimizer: float
@@ -287,8 +293,11 @@ class Rates:
         if precision in ("fp8", "fp4") and casts == "rows":
             rate *= c.fp8_rows
         if precision != "fp32":
-            misaligned = c.misaligned_batched if batch > 1 else c.misaligned
-            rate *= misaligned if n % 8 or k % 8 else c.ragged if n % 64 or k % 64 else 1.0
+            rows = [length for length in (n, k) if length == int(length)]  # what tp does not divide is padded
+            if any(length % 8 for length in rows):
+                rate *= c.misaligned_batched if batch > 1 else c.misaligned
+            elif any(length % 64 for length in rows):
+                rate *= c.ragged
         return c.launch_s + max(memory_s, matmul_seconds(batch, m, n, k, rate, self.processors, c)) + extra
 
     # -- collectives
@@ -340,7 +349,7 @@ class Network:
             return 0.0
         c = self.constants
         within = min(ranks, max(1, per_node))
-        rate = slope(self.intra) * c.collective
+        rate = slope(self.intra) * (c.collective_through_host if self.intra.through_host else c.collective)
         latency = c.collective_base_s + c.collective_rank_s * (within - 1)
         if ranks > within:
             # each rank of a node has its own port; together they carry one ring
@@ -349,6 +358,15 @@ class Network:
             rate = min(rate, across) if within > 1 else across
             latency += c.network_base_s * math.log2(nodes + 1)
         return rounds / 2 * latency + rounds * (ranks - 1) / ranks * num_bytes / rate
+
+    def shown_s(self, seconds: float, share: float, behind_s: float) -> float:
+        """What is left of a collective of which that share can disappear behind arithmetic.
+
+        Nothing disappears where it goes through the host's memory: the copies hold the processors of the device.
+        """
+        if self.intra.through_host:
+            return seconds
+        return max(seconds - share * behind_s, (1 - share) * seconds)
 
     def send_s(self, num_bytes: float, same_node: bool) -> float:
         """One message from a rank to another."""

@@ -170,6 +170,8 @@ class Link(Given):
     sizes_bytes: tuple[Bytes, ...]
     seconds: tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...]
     source: str = ""
+    through_host: bool = False
+    """Messages go through the host's memory: devices cannot write to each other's."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -180,7 +182,7 @@ class Link(Given):
         return self
 
     @classmethod
-    def of(cls, latency_s: float, bytes_per_s: float, source: str = "") -> Link:
+    def of(cls, latency_s: float, bytes_per_s: float, source: str = "", through_host: bool = False) -> Link:
         """The straight line latency + bytes / bandwidth.
 
         >>> round(Link.of(1e-5, 1e9).time(1_000_000), 6)
@@ -188,7 +190,12 @@ class Link(Given):
         """
         if not bytes_per_s > 0:
             raise ArgumentError(f"a link of {bytes_per_s} bytes/s moves nothing: give bytes_per_s > 0")
-        return cls(sizes_bytes=(0, 2**30), seconds=(latency_s, latency_s + 2**30 / bytes_per_s), source=source)
+        return cls(
+            sizes_bytes=(0, 2**30),
+            seconds=(latency_s, latency_s + 2**30 / bytes_per_s),
+            source=source,
+            through_host=through_host,
+        )
 
     def time(self, num_bytes: float) -> float:
         """Seconds to move `num_bytes` from one rank to another."""
@@ -279,7 +286,7 @@ def known_device(name: str, hardware: str | None = None) -> tuple[Device, Link, 
         communicator_bytes=parse_bytes(catalog["communicator"]["value"]),
         slack=catalog["slack"]["value"],
     )
-    return device, _known_link(catalog["links"][entry["within"]]), _known_link(catalog["links"][entry["between"]])
+    return device, known_link(entry["within"], hardware), known_link(entry["between"], hardware)
 
 
 def catalog_entry(name: str, hardware: str | None = None) -> tuple[str, dict[str, Any]]:
@@ -332,13 +339,15 @@ def _laid_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return joined
 
 
-def _known_link(entry: dict[str, Any]) -> Link:
+def known_link(name: str, hardware: str | None = None) -> Link:
+    """A link of the catalog by its name there, like "nvlink3"."""
+    entry = _catalog(hardware)["links"][name]
     if "seconds" in entry:
         source = f"{entry['what']}: {entry['kind']}, {entry['source']}"
         return Link(sizes_bytes=tuple(entry["sizes_bytes"]), seconds=tuple(entry["seconds"]), source=source)
     rate, latency = entry["bandwidth"], entry["latency"]
     source = f"{entry['what']}: bandwidth {rate['kind']}, {rate['source']}; latency {latency['kind']}"
-    return Link.of(latency["value"], rate["value"], source)
+    return Link.of(latency["value"], rate["value"], source, entry.get("through_host", False))
 
 
 OPTIMIZER_BYTES = {"sgd": 0, "sgd-momentum": 4, "adam": 8, "adamw": 8}

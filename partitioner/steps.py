@@ -24,7 +24,7 @@ from typing import Literal, get_args
 
 from partitioner.errors import ArgumentError
 from partitioner.rates import PRECISIONS, Attention, Casts, Constants, Network, Precision, Rates
-from partitioner.specs import SCHEDULES, Cluster, Link, Recompute, ScheduleName, Shard, known_device
+from partitioner.specs import EXCHANGES, SCHEDULES, Cluster, Link, Recompute, ScheduleName, Shard, known_device
 from partitioner.work import LayerWork, ModelWork
 
 LATER = {"zero-bubble": 2, "zero-bubble-h2": 3, "zero-bubble-v": 3}
@@ -78,7 +78,8 @@ class Layout:
     barrier: bool = True
     """Ranks wait for each other at the end of a step. Only "zero-bubble-h2" gains by going on."""
     blocking: bool = False
-    """The host waits for each kernel before it launches the next one (CUDA_LAUNCH_BLOCKING=1)."""
+    """The host waits for each kernel before it launches the next one (CUDA_LAUNCH_BLOCKING=1), and so meets the other
+    hosts of its tensor-parallel group at every collective."""
     per_node: int | None = None
     """Devices of a node; None: the cluster's, or 8."""
 
@@ -178,7 +179,15 @@ class Planner:
         self.network = Network(self.intra, self.inter, self.rates.constants)
 
     def layer(self, work: LayerWork, layout: Layout) -> LayerSeconds:
-        key = (id(work), layout.tp, layout.sequence_parallel, layout.fused, layout.attention, layout.casts)
+        key = (
+            id(work),
+            layout.tp,
+            layout.sequence_parallel,
+            layout.fused,
+            layout.attention,
+            layout.casts,
+            layout.blocking,
+        )
         if key not in self._priced:
             self._priced[key] = self._price(work, layout)
         return self._priced[key]
@@ -206,7 +215,12 @@ class Planner:
             return seconds, self.rates.host_seconds(launches, backward)
 
         def with_collectives(pair: tuple[float, float], count: int) -> tuple[float, float]:
-            return pair[0], pair[1] + (count * self.rates.constants.host_collective_s if layout.tp > 1 else 0.0)
+            """A host that waits for each kernel meets the slowest rank's at every collective: none runs ahead."""
+            c = self.rates.constants
+            each_s = c.host_collective_s * math.log2(layout.tp)
+            if layout.blocking and count:
+                each_s += c.waiting_s(layout.tp, sum(pair) / count)
+            return pair[0], pair[1] + count * each_s
 
         narrow = self._narrow(work)
         reduce = [
@@ -322,53 +336,55 @@ class Planner:
     def _accumulate(self, layers: Sequence[LayerWork], layout: Layout) -> float:
         """Adding a micro-batch's gradients to the sum: the sum read and written, the new ones read."""
         width = self._gradient_bytes(layout)
-        narrow = 4.0 if self.precision in ("fp32", "tf32") else 2.0
         elements = sum(rank_parameters(work, layout.tp) for work in layers)
-        moved = 2 * width + (0.0 if layout.fused else narrow)
+        moved = 2 * width + (0.0 if layout.fused else self._weight_bytes())
         if layout.accumulated_bytes is not None:
             moved = layout.accumulated_bytes
         return elements * moved / self.rates.moved_per_s
 
+    def _weight_bytes(self) -> float:
+        return 4.0 if self.precision in ("fp32", "tf32") else 2.0
+
     def _gradient_bytes(self, layout: Layout) -> float:
-        return layout.gradient_bytes or (4.0 if self.precision in ("fp32", "tf32") else 2.0)
+        return layout.gradient_bytes or self._weight_bytes()
 
     def _group(self, layout: Layout) -> int:
         """Ranks of a replica group that sit in one node."""
         return max(1, min(layout.dp, self.per_node // layout.tp))
 
     def _gather(self, layers: Sequence[LayerWork], compute_s: float, layout: Layout) -> float:
-        """zero3: parameters gathered for forward and backward, gradients scattered, each micro-batch."""
-        if layout.shard != "zero3" or layout.dp == 1:
+        """Each micro-batch: weights gathered (zero3), gradients scattered (zero2 and zero3)."""
+        exchange = EXCHANGES.get(layout.shard)
+        if exchange is None or layout.dp == 1:
             return 0.0
-        width = 4.0 if self.precision in ("fp32", "tf32") else 2.0
-        seconds = 0.0
-        for work in layers:
-            if work.parameters:
-                size = rank_parameters(work, layout.tp) * width
-                seconds += 3 * self.network.all_gather_s(size, layout.dp, self._group(layout))
-        if not layout.overlap:
-            return seconds
-        return max(seconds - self.rates.constants.overlap * compute_s, (1 - self.rates.constants.overlap) * seconds)
+
+        def around(times: int, width: float) -> float:
+            sizes = [rank_parameters(work, layout.tp) * width for work in layers if times and work.parameters]
+            return sum(times * self.network.all_gather_s(size, layout.dp, self._group(layout)) for size in sizes)
+
+        seconds = around(exchange.microbatch_gathers, self._weight_bytes())
+        seconds += around(exchange.microbatch_scatters, self._gradient_bytes(layout))
+        return self.network.shown_s(seconds, self.rates.constants.overlap, compute_s) if layout.overlap else seconds
 
     def _rank_parameters(self, layers: Sequence[LayerWork], spans: Sequence[tuple[int, int]], layout: Layout) -> float:
         return sum(rank_parameters(work, layout.tp) for start, stop in spans for work in layers[start:stop])
 
     def _reduce(self, parameters: float, stages: Sequence[StageTime], layout: Layout) -> float:
-        if layout.dp == 1 or layout.shard == "zero3":
+        """Once a step: gradients summed, or a part of them to each rank and the weights gathered."""
+        if layout.dp == 1:
             return 0.0
-        wide = self.precision in ("fp32", "tf32")
-        width = self._gradient_bytes(layout)
-        group = self._group(layout)
-        seconds = self.network.all_reduce_s(parameters * width, layout.dp, group)
-        if layout.shard != "none":
-            element = 4.0 if wide else 2.0
-            seconds = self.network.all_gather_s(parameters * width, layout.dp, group)
-            seconds += self.network.all_gather_s(parameters * element, layout.dp, group)
+        group, exchange = self._group(layout), EXCHANGES.get(layout.shard)
+        gradients = parameters * self._gradient_bytes(layout)
+        if exchange is None:
+            seconds = self.network.all_reduce_s(gradients, layout.dp, group)
+        else:
+            weights = parameters * self._weight_bytes()
+            seconds = exchange.step_scatters * self.network.all_gather_s(gradients, layout.dp, group)
+            seconds += exchange.step_gathers * self.network.all_gather_s(weights, layout.dp, group)
         if not layout.overlap:
             return seconds
-        backward = sum(stage.backward_s for stage in stages)
-        share = self.rates.constants.overlap
-        return max(seconds - share * backward, (1 - share) * seconds)
+        backward_s = sum(stage.backward_s for stage in stages)
+        return self.network.shown_s(seconds, self.rates.constants.overlap_gradients, backward_s)
 
     def optimizer_seconds(self, parameters: float, layout: Layout, moved_bytes: float | None = None) -> float:
         """One optimizer step over `parameters` elements; `moved_bytes` of each, None: Adam's."""
@@ -435,20 +451,31 @@ def planner(
 
 
 def data_parallel_speedup(
-    single_s: float, gradient_bytes: float, ranks: int, per_node: int, network: Network, backward_share: float = 2 / 3
+    single_s: float,
+    gradient_bytes: float,
+    ranks: int,
+    per_node: int,
+    network: Network,
+    moved_per_s: float,
+    *,
+    prepared: bool = False,
+    backward_share: float = 2 / 3,
 ) -> float:
     """How much faster `ranks` replicas are than one, each with its own share of samples as large as the one's.
 
     `single_s`: a step of one replica that had the host to itself, measured. Gradients are reduced while the backward
-    runs; replicas of one node share the host's memory and the processors that prepare their inputs.
+    runs, which is `backward_share` of the step, and are copied into buckets and back by a device that moves so many
+    bytes a second (`Rates.moved_per_s`). `prepared`: the host's processors prepare the inputs of its replicas (decode,
+    resample, augment) while these train.
     """
     if ranks == 1:
         return 1.0
     c = network.constants
     reduce_s = network.all_reduce_s(gradient_bytes, ranks, min(ranks, per_node))
-    exposed = max(reduce_s - c.overlap * backward_share * single_s, (1 - c.overlap) * reduce_s)
-    shared_s = c.shared_host * math.log2(min(ranks, per_node)) * single_s
-    together_s = single_s + c.waiting_s(ranks, single_s) + shared_s + exposed + c.replica_base_s
+    shown_s = network.shown_s(reduce_s, c.overlap_gradients, backward_share * single_s)
+    shared_s = c.shared_host * math.log2(min(ranks, per_node)) * single_s if prepared else 0.0
+    copies_s = c.gradient_copies * gradient_bytes / moved_per_s
+    together_s = single_s + c.waiting_s(ranks, single_s) + shared_s + shown_s + copies_s + c.replica_base_s
     return ranks * single_s / together_s
 
 
@@ -510,8 +537,3 @@ def _sum(layers: Sequence[LayerSeconds], part: str, reduce_s: float) -> float:
 def replaced(layout: Layout, **changes: object) -> Layout:
     """The same layout with some values changed."""
     return dataclasses.replace(layout, **changes)  # type: ignore[arg-type]
-
-
-def model_flops_share(step: StepBreakdown, layout: Layout, peak: float) -> float:
-    """Model FLOPs utilisation: arithmetic without recomputation, of what the devices' peak allows."""
-    return step.flops / (step.step_s * layout.num_devices * peak) if step.step_s else math.nan

@@ -14,7 +14,7 @@ from partitioner.clock import Replica, StageCost, Transfer, run_clock
 from partitioner.errors import ArgumentError
 from partitioner.ordering import Room, search_order
 from partitioner.rates import constants
-from partitioner.specs import Cluster
+from partitioner.specs import EXCHANGES, Cluster, Shard, known_link
 from partitioner.steps import Layout, balanced, data_parallel_speedup, planner, rank_parameters, training_step
 from partitioner.work import Kernel, LayerWork, ModelWork
 
@@ -172,16 +172,49 @@ def test_balanced_cuts_are_those_of_brute_force(seconds: list[float], stages: in
 
 
 def test_replicas_without_communication_scale_but_for_waiting() -> None:
-    network = planner(WORK, "H100").network
+    prices = planner(WORK, "H100")
+    network, moved_per_s = prices.network, prices.rates.moved_per_s
     free = dataclasses.replace(
         network,
         constants=dataclasses.replace(
-            network.constants, straggler=0.0, shared_host=0.0, replica_base_s=0.0, overlap=1.0
+            network.constants, straggler=0.0, gradient_copies=0.0, replica_base_s=0.0, overlap_gradients=1.0
         ),
     )
-    assert data_parallel_speedup(10.0, 1e6, 8, 8, free) == pytest.approx(8)
-    assert data_parallel_speedup(0.01, 1e9, 8, 8, network) < 7
-    assert data_parallel_speedup(1.0, 1e9, 1, 8, network) == 1
+    assert data_parallel_speedup(10.0, 1e6, 8, 8, free, moved_per_s) == pytest.approx(8)
+    assert data_parallel_speedup(0.01, 1e9, 8, 8, network, moved_per_s) < 7
+    assert data_parallel_speedup(1.0, 1e9, 1, 8, network, moved_per_s) == 1
+
+
+@pytest.mark.parametrize("shard", ["zero1", "zero2", "zero3"])
+def test_replicas_exchange_weights_and_gradients_as_often_as_the_shard_level_says(shard: Shard) -> None:
+    """No overlap: every exchange shows. Weights and gradients of all layers are alike in 16 bits."""
+    m, exchange = 4, EXCHANGES[shard]
+    layout = Layout(dp=8, num_microbatches=m, shard=shard, overlap=False)
+    prices = planner(WORK, "A100-80GB", precision="bf16")
+    found, c = prices.step(layout), constants()
+    waiting_s = c.waiting_s(8, m * found.stages[0].total_s) + c.replica_base_s
+    all_layers = prices.network.all_gather_s(2 * WORK.parameters, 8, 8)
+    one_by_one = 16 * prices.network.all_gather_s(2 * LAYER.parameters, 8, 8)
+    assert found.dp_s - waiting_s == pytest.approx((exchange.step_gathers + exchange.step_scatters) * all_layers)
+    times = m * (exchange.microbatch_gathers + exchange.microbatch_scatters)
+    assert found.gather_s == pytest.approx(times * one_by_one)
+
+
+def test_nothing_hides_behind_arithmetic_where_messages_go_through_the_host() -> None:
+    network = planner(WORK, "RTX4090").network
+    assert network.intra.through_host
+    assert network.shown_s(0.1, 0.9, 10.0) == 0.1
+    between = dataclasses.replace(network, intra=known_link("pcie4"))
+    assert between.shown_s(0.1, 0.9, 10.0) == pytest.approx(0.01)
+
+
+def test_replicas_whose_inputs_the_host_prepares_scale_less() -> None:
+    prices = planner(WORK, "H100")
+    told = [
+        data_parallel_speedup(1.0, 1e8, 8, 8, prices.network, prices.rates.moved_per_s, prepared=prepared)
+        for prepared in (False, True)
+    ]
+    assert told[1] == pytest.approx(8 / (8 / told[0] + 3 * constants().shared_host))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,6 +41,8 @@ class Dimensions:
     fused_softmax: bool = True
     """Scale, mask and softmax in one kernel. Megatron's own needs a multiple of 4 of heads x samples on a rank
     (https://github.com/NVIDIA/Megatron-LM/blob/v2.5/megatron/model/fused_softmax.py, is_kernel_available)."""
+    loss_apart: bool = False
+    """The loss is a kernel for each operator, as over a vocabulary that tensor parallelism divides."""
     context_parallel: int = 1
     """Ranks over which the sequence is divided: each holds its part of the queries, and sees all keys."""
 
@@ -135,7 +138,28 @@ class Model(nn.Module):
         logits = self.head(self.norm(y) if self.d.head else y[:, 0])
         if not self.d.training:
             return logits
+        if self.d.loss_apart:
+            return LossApart.apply(logits.flatten(0, 1), labels.flatten()).mean()
         return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
+class LossApart(torch.autograd.Function):
+    """Cross-entropy over a divided vocabulary: widened, less the largest, exponentials, their sum, shares; in place."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        wide = logits.to(torch.float32, copy=True)
+        shifted = wide.sub_(wide.max(-1)[0].unsqueeze(-1))
+        chosen = shifted.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+        total = shifted.exp_().sum(-1)
+        ctx.save_for_backward(shifted.div_(total.unsqueeze(-1)))
+        ctx.dtype = logits.dtype
+        return total.log() - chosen
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (shares,) = ctx.saved_tensors
+        return shares.mul_(grad.unsqueeze(-1)).to(ctx.dtype, copy=True), None
 
 
 @functools.cache
@@ -150,7 +174,12 @@ def work_of(d: Dimensions) -> ModelWork:
     names = ("embed", "blocks.0", "norm", "head")
     work = record_work(model, {"x": x, "labels": x}, names, training=d.training)
     layers_at = tuple(
-        (layers[0], *[_seeing_all(_softmax_apart(layers[1], d, size), d.context_parallel)] * d.layers, *layers[2:])
+        (
+            layers[0],
+            *[_seeing_all(_softmax_apart(layers[1], d, size), d.context_parallel)] * d.layers,
+            *layers[2:-1],
+            _wide_loss(layers[-1]) if d.loss_apart else layers[-1],
+        )
         for size, layers in zip(work.sizes, work.layers_at, strict=True)
     )
     ids = ("embed", *[f"blocks.{k}" for k in range(d.layers)], "norm", "head")
@@ -161,12 +190,30 @@ def _softmax_apart(layer: LayerWork, d: Dimensions, samples: int) -> LayerWork:
     """Kernels over the attention's scores launched one by one, where no fused one takes their number."""
     if d.fused_softmax or d.flash:
         return layer
-    scores = 4 * samples * d.heads * d.length**2
+    return _apart(layer, 8 * samples * d.heads * d.length**2)
+
+
+def _wide_loss(layer: LayerWork) -> LayerWork:
+    """A loss in 32 bits, a kernel for each operator; the copies read or write 16 bits."""
+
+    def wide(kernels: tuple) -> tuple:  # type: ignore[type-arg]
+        sizes = [k.moved_bytes * (0.75 if k.kind == "copy" else 1.0) for k in kernels]
+        return tuple(
+            k if k.kind == "matmul" else k._replace(float32_share=0.0, moved_bytes=size, fused_bytes=size)
+            for k, size in zip(kernels, sizes, strict=True)
+        )
+
+    apart = _apart(layer, 0)
+    return dataclasses.replace(apart, forward=wide(apart.forward), backward=wide(apart.backward))
+
+
+def _apart(layer: LayerWork, least_bytes: float) -> LayerWork:
+    """No kernel over tensors that move so much is joined with others."""
 
     def apart(kernels: tuple) -> tuple:  # type: ignore[type-arg]
         return tuple(
             k._replace(fused_bytes=k.moved_bytes, fused_launches=1)
-            if k.kind in ("elementwise", "softmax") and k.moved_bytes >= 2 * scores
+            if k.kind in ("elementwise", "softmax", "reduction", "copy") and k.moved_bytes >= least_bytes
             else k
             for k in kernels
         )

@@ -37,12 +37,15 @@ class Software:
     attention: str = "flash2"
     casts: str = "apart"
     dropout: bool = True
+    loss_apart: bool = False
+    """The loss over a divided vocabulary is a kernel for each operator."""
     default_recompute: str = "none"
     microbatch: int = 0
     """Where rows do not state it and the source's text gives none: 0, the row is left out."""
 
 
-MEGATRON_2021 = Software(fused=True, overlap=False, gradient_bytes=2)
+MEGATRON_2021 = Software(fused=True, overlap=False, gradient_bytes=2, loss_apart=True)
+"""The loss: https://github.com/NVIDIA/Megatron-LM/blob/v2.5/megatron/mpu/cross_entropy.py (added 2026-11-30)."""
 MEGATRON_FLASH = Software(
     fused=True,
     flash=True,
@@ -68,14 +71,16 @@ SOFTWARE = {
     "vtrain_single": MEGATRON_DEEPSPEED,
     "vtrain_multi": MEGATRON_DEEPSPEED,
     "megatron_a100_2020_2021": MEGATRON_2021,
-    "zero_bubble": Software(fused=True, overlap=False, gradient_bytes=4),
-    "papers_kort_megascale_llama3_mtnlg_bmtrain": Software(fused=True, gradient_bytes=4),
+    "zero_bubble": Software(fused=True, overlap=False, gradient_bytes=4, loss_apart=True),
+    "papers_kort_megascale_llama3_mtnlg_bmtrain": Software(fused=True, gradient_bytes=4, loss_apart=True),
     "megatron_h100_readme": MEGATRON_FLASH,
     "megatron_bridge": MEGATRON_BRIDGE,
     "nemo_long_seq": MEGATRON_BRIDGE,
     "simumax_b200": MEGATRON_FLASH,
     "mosaic_mpt": Software(flash=True, attention="flash1", casts="fused", dropout=False),
-    "torchtitan": Software(fused=True, flash=True, sequence_parallel=True, dropout=False),
+    # gradients are reduced in 32 bits: mixed_precision_reduce = "float32"
+    # (https://github.com/pytorch/torchtitan/blob/main/torchtitan/config_manager.py, added 2026-11-30)
+    "torchtitan": Software(fused=True, flash=True, sequence_parallel=True, gradient_bytes=4, dropout=False),
     "fms_fsdp": Software(fused=True, flash=True, dropout=False),
     "internevo_7b_scaling": Software(flash=True, attention="flash1", gradient_bytes=2, dropout=False),
     # BERT is timed as a classifier where it is not trained
@@ -282,6 +287,7 @@ def _run(source: str, row: Row, software: Software) -> Run | None:
         dropout=software.dropout,
         head=source != "neusight_e2e" or kind != "bert" or training,
         context_parallel=cp,
+        loss_apart=software.loss_apart,
         fused_softmax=software.fused and microbatch * heads / tp % 4 == 0,
     )
     precision = precision_of(row)
@@ -330,107 +336,4 @@ def _run(source: str, row: Row, software: Software) -> Run | None:
     )
 
 
-@dataclass(frozen=True)
-class Speedup:
-    """One row of data-parallel scaling: its step on one device was measured, how much faster are n?"""
-
-    source: str
-    row_id: str
-    model: str
-    device: str
-    precision: str
-    parameters: float
-    single_s: float
-    """One optimizer step of one device's share, measured on one device (the fewest that the source has)."""
-    base_ranks: int
-    ranks: int
-    per_node: int
-    measured: float
-    scored: bool
-    """False: marked by the source, or more than a tenth above linear, which the same share for each cannot be."""
-
-
-PARAMETERS = {
-    "bert-base": 110e6, "bert-large": 336e6, "biobert": 110e6, "electra": 110e6, "resnet-50": 25.6e6,
-    "resnext101": 44.2e6, "se-resnext101": 49e6, "transformer-xl base": 192e6, "transformer-xl large": 285e6,
-    "gnmt": 160e6, "ssd": 26e6, "tacotron2": 28e6, "waveglow": 268e6, "jasper": 333e6, "quartznet": 18.9e6,
-    "fastpitch": 46e6, "efficientdet": 3.9e6, "efficientnet": 19e6, "maskrcnn": 44e6, "nnunet": 31e6,
-    "unet_3d": 16e6, "unet_medical": 31e6, "unet_industrial": 2e6, "vnet": 7e6, "tft": 20e6, "moflow": 100e6,
-    "bart": 406e6, "transformer big": 210e6, "ncf": 32e6, "vae-cf": 25e6, "dlrm": 1e9, "wideanddeep": 1e8,
-    "sim": 1e7, "se(3)": 7e6, "hifi": 14e6, "gpunet": 12e6, "t5": 60e6, "vit": 86e6, "temporal": 20e6,
-}  # fmt: skip
-"""Trainable parameters of the published models, by the start of their names (model cards and papers)."""
-
-
-def parameters_of(model: str) -> float | None:
-    name = model.lower()
-    found = [key for key in PARAMETERS if name.startswith(key)]
-    return PARAMETERS[max(found, key=len)] if found else None
-
-
-def speedups_of(path: Path) -> Iterator[Speedup]:
-    """Rows of n devices whose table also has the run on fewer with the same share for each device."""
-    rows = rows_of(path)
-    base: dict[tuple[str, ...], list[Row]] = {}
-    for row in rows:
-        base.setdefault((*_family(row), row["n_gpus"]), []).append(row)
-    for row in rows:
-        measured, ranks = number(row, "speedup"), int(number(row, "n_gpus") or 1)
-        parameters = parameters_of(row["model"])
-        if not measured or ranks < 2 or parameters is None or row["speedup_vs"].startswith(row["n_gpus"] + " "):
-            continue
-        fewest = re.match(r"(\d+) GPU", row["speedup_vs"])
-        first = fewest[1] if fewest else "1"
-        samples, throughput = number(row, "micro_batch"), number(row, "samples_per_s")
-        same = base.get((*_family(row), first), [])
-        if not same or samples is None or throughput is None:
-            continue
-        mine = [one for one in same if _system(one) == _system(row)] or same
-        rates = sorted(number(one, "samples_per_s") or 0.0 for one in mine)
-        rate = rates[len(rates) // 2] / int(first)
-        steps = number(row, "n_microbatches") or 1.0
-        unit = _per_sample(row)
-        remark = row["notes"].upper()
-        yield Speedup(
-            source=path.stem,
-            row_id=row["row_id"],
-            model=row["model"],
-            device=device_name(row),
-            precision=precision_of(row),
-            parameters=parameters,
-            single_s=samples * unit * steps / rate,
-            base_ranks=int(first),
-            ranks=ranks,
-            per_node=int(number(row, "gpus_per_node") or 8),
-            measured=measured,
-            scored="SUPERLINEAR" not in remark and "OUTLIER" not in remark and measured <= 1.1 * ranks / int(first),
-        )
-
-
-def _system(row: Row) -> str:
-    """The machine that the row's remark names, without its number of devices: "Dell H100 80GB SXM5"."""
-    found = re.search(r"system: ([^;]*)", row["notes"])
-    return re.sub(r"\b\d+x\s*", "", found[1]).strip() if found else ""
-
-
-def _family(row: Row) -> tuple[str, ...]:
-    return tuple(row[name] for name in ("model", "precision", "gpu", "gpu_mem_gb", "seq_len", "micro_batch"))
-
-
-def _per_sample(row: Row) -> float:
-    """What is counted, of one sample: batches are given in sentences or clips, throughputs in tokens or frames.
-
-    Lengths of the scripts' defaults: 192 and 384 tokens (Transformer-XL), 25 and 25 words (WMT16), 6.6 s of speech.
-    """
-    model = row["model"].lower()
-    if row["sample_unit"] == "token":
-        lengths = {"transformer-xl base": 192.0, "transformer-xl large": 384.0, "gnmt": 50.0}
-        return next((length for name, length in lengths.items() if model.startswith(name)), 1.0)
-    if model.startswith("fastpitch"):
-        return 570.0
-    if row["sample_unit"] == "audio sample":
-        return 8000.0
-    return 570.0 if row["sample_unit"] == "mel frame" else 1.0
-
-
-__all__ = ["Run", "Speedup", "replace", "runs_of", "speedups_of"]
+__all__ = ["Run", "replace", "runs_of"]
