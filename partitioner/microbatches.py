@@ -112,7 +112,7 @@ class Cutter:
         _refuse_packed(value)
 
         def part(start: int, length: int) -> Any:
-            return map_tensors(value, lambda t: t.narrow(dim, start, length) if _is_cut(t, dim, size) else t)
+            return map_tensors(value, lambda t: _slice(t, dim, start, length) if _is_cut(t, dim, size) else t)
 
         return [part(*span) for span in spans]
 
@@ -131,6 +131,16 @@ def usual_sizes(batch: int) -> tuple[int, ...]:
 
 def _is_cut(tensor: torch.Tensor, dim: int, size: int) -> bool:
     return tensor.dim() > dim and tensor.shape[dim] == size
+
+
+def _slice(tensor: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor:
+    """Some samples, in the batch's own memory, with a version of their own.
+
+    As plain views all would count as changed when a forward writes into one of them (labels.clamp_()), and the backward
+    of those before it would fail.
+    """
+    part = tensor.narrow(dim, start, length)
+    return part if part.requires_grad else part.data
 
 
 def _is_list_of_samples(value: Any, dim: int, size: int) -> bool:

@@ -57,6 +57,30 @@ def test_tensors_inside_containers_are_cut_and_the_rest_goes_whole() -> None:
         assert part.kwargs["flag"] is True and part.kwargs["nothing"] is None
 
 
+def test_a_forward_may_write_into_its_own_samples() -> None:
+    """All forwards before all backwards, as GPipe orders them; on views of one version the backward would fail."""
+    logits = torch.randn(6, 4, dtype=torch.float64)
+    labels, scale = torch.tensor([0, 1, 2, 3, 9, 9]), torch.ones(4, dtype=torch.float64, requires_grad=True)
+    written = labels.clone()
+    parts = Cutter().cut((logits, written), {}, None, 3)
+    losses = []
+    for part in parts:
+        part.args[1].clamp_(0, 3)
+        losses.append(torch.nn.functional.cross_entropy(part.args[0] * scale, part.args[1]))
+    sum(losses).backward()
+    gradient, scale.grad = scale.grad, None
+    torch.nn.functional.cross_entropy(logits * scale, labels.clamp(0, 3)).backward()
+    assert torch.allclose(gradient / 3, scale.grad, rtol=1e-12)
+    assert torch.equal(written, labels.clamp(0, 3)), "the caller sees what the forward wrote, as on one device"
+
+
+def test_a_gradient_reaches_the_whole_batch() -> None:
+    batch = torch.randn(4, 2, requires_grad=True)
+    for part in Cutter().cut((batch,), {}, None, 2):
+        (part.args[0] * part.args[0]).sum().backward()
+    assert torch.equal(batch.grad, 2 * batch.detach())
+
+
 def test_another_batch_dimension_and_arguments_that_differ() -> None:
     sequence = torch.zeros(5, 4, 3)
     positions = torch.arange(4)
