@@ -256,9 +256,10 @@ def _reasons(
     if training.objective == "throughput":
         said.append("step_s is the time between batches that follow each other, not that of one batch")
     if split.takes_turns:
+        where = " of the stages" if split.kind[1:] else ""
         said.append(
-            f"the {' + '.join(map(str, split.kind))} ranks of the stages take turns at the micro-batches of one "
-            "pipeline: all ranks pass the same batch"
+            f"the {' + '.join(map(str, split.kind))} ranks{where} take turns at the micro-batches of one pipeline: all "
+            "ranks pass the same batch"
         )
         if split.kind[-1] > 1:
             said.append(
@@ -271,6 +272,8 @@ def _reasons(
         said.append(f"stage {slowest} ({graph.ids[first]} to {graph.ids[last - 1]}) is the slowest")
         if any(one.num_stages == 1 for one in unfit):
             said.append("the whole model does not fit the memory of one device, so it is cut into stages")
+    if training.objective == "throughput" and training.mesh == "auto" and len(set(cluster.devices)) > 1:
+        said.append("the devices are not alike, so stages were searched with equal numbers of ranks alone")
     if split.num_ranks < cluster.num_devices:
         said.append(f"{split.num_ranks} of {cluster.num_devices} devices are used: more would not make it faster")
     return (*said, *about_costs(graph.profile))

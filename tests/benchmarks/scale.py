@@ -1,6 +1,7 @@
 """How long the full search takes, and how much memory, against layers and devices: chains and graphs with branches.
 
-usage: python tests/benchmarks/scale.py [--layers N ...] [--devices N ...] [--shard auto] [--json FILE] [--plot FILE]
+usage: python tests/benchmarks/scale.py [--layers N ...] [--devices N ...] [--shard auto] [--objective throughput]
+                                   [--json FILE] [--plot FILE]
 
 Searched are every mesh that uses all devices, every micro-batch count that divides a replica's samples (8 and more: the
 batch is 128 samples a device), 1f1b and gpipe, recomputation where a stage needs it, and all cuts, under one limit of
@@ -54,6 +55,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="*", default=["chain", "branching"])
     parser.add_argument("--repeated", action="store_true", help="also 126 equal layers over 16,384 devices")
     parser.add_argument("--shard", default="none", metavar="auto|none")
+    parser.add_argument("--objective", default="train", help="train; throughput or latency, of forward passes alone")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE")
     options = parser.parse_args()
@@ -64,7 +66,7 @@ def main() -> None:
     rows: list[Row] = []
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
         for size in sizes:
-            row = pool.apply(measured, (*size, options.shard))
+            row = pool.apply(measured, (*size, options.shard, options.objective))
             rows.append(row)
             print(
                 f"{row.kind:10} {row.layers:7} {row.devices:7} {row.solve_s:8.3f} {row.peak_bytes / 2**20:9.1f}  "
@@ -81,10 +83,10 @@ def main() -> None:
         draw(rows, options.plot)
 
 
-def measured(num_layers: int, num_devices: int, kind: str, shard: Any) -> Row:
+def measured(num_layers: int, num_devices: int, kind: str, shard: Any, objective: Any = "train") -> Row:
     profile = repeated(num_layers) if kind == "repeated" else uneven(num_layers, branching=kind == "branching")
     there, batch_size = cluster(profile, num_devices), SAMPLES_A_DEVICE * num_devices
-    training = Training(batch_size=batch_size, recompute="auto", shard=shard)
+    training = Training(batch_size=batch_size, recompute="auto", shard=shard, objective=objective)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.process_time()
     plan = solve(profile, there, training)
