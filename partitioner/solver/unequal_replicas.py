@@ -187,7 +187,7 @@ class TurnSearch:
         count = min(self.cluster.num_devices, self.num_microbatches)
         least = list(fewest_ranks(self.num_microbatches, count).values())[-1]
         n = np.array([self.graph.num_layers])
-        if least < 2 or float(ForwardMemory(self.graph, self.samples).held(0 * n, n)[0]) > self._room:
+        if least < 2 or float(self._memory.held(0 * n, n)[0]) > self._room:
             return None
         return self._placed((), (least,))
 
