@@ -195,7 +195,7 @@ def test_of_pipedream_s_vgg16_in_stages_it_is_the_recurrence_s_optimum(
     best = recurrence(seconds, parameters, [size / rate for size in out], room, gpus, microbatches)
     assert plan.prediction.step_s == pytest.approx(best, rel=1e-9) and plan.gap < 1e-8
     ranks = [len(stage.ranks) for stage in plan.stages]
-    assert plan.takes_turns and max(ranks) > gpus / 2 and ranks[-1] == 1
+    assert plan.takes_turns and max(ranks) >= gpus / 2 and ranks[-1] == 1
 
 
 def test_every_view_shows_ranks_that_take_turns(tmp_path: Path) -> None:
