@@ -76,8 +76,11 @@ class Made(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Made:
-        stride = tensor.stride() if tensor.layout == torch.strided and not tensor.is_nested else None
-        return cls(sizes(tensor), stride, dtype_name(tensor.dtype), tensor.device.type, tensor.requires_grad)
+        if tensor.is_nested:
+            shape, stride = sizes(tensor), None
+        else:
+            shape, stride = tuple(tensor.shape), tensor.stride() if tensor.layout is torch.strided else None
+        return cls(shape, stride, dtype_name(tensor.dtype), tensor.device.type, tensor.requires_grad)
 
 
 @functools.cache
@@ -281,9 +284,10 @@ class Encoder:
 
 def encoded(result: Any, given: Arguments, own: Mapping[int, str]) -> tuple[Any, list[torch.Tensor]]:
     """What an `Encoder` makes of a result, and the different tensors in it; quick where it is one new tensor."""
-    is_tensor = type(result) is torch.Tensor and id(result) not in own
-    if is_tensor and not given.items and all(result is not tensor for tensor in given.tensors):
-        return (_MADE, *Made.of(result)), [result]
+    if type(result) is torch.Tensor and id(result) not in own:
+        known = id(result)
+        if known not in map(id, given.tensors) and known not in map(id, given.items):
+            return (_MADE, *Made.of(result)), [result]
     encoder = Encoder(given, own)
     return encoder(result), encoder.tensors
 

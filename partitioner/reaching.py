@@ -19,7 +19,7 @@ import operator
 import sys
 import sysconfig
 from collections import UserDict, UserList, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from partitioner.logbook import version
-from partitioner.structures import PLAIN, are_same_objects, is_python_class, is_same, slots
+from partitioner.structures import PLAIN, is_python_class, is_same, slots
 from partitioner.usage import WRITES, names_in, reads_of
 
 _MAX_DEPTH = 6
@@ -98,6 +98,10 @@ class Place:
             return None
         return [vars(self.owner).values()]
 
+    def table(self) -> dict[Any, Any] | None:
+        """The dict that the views are of, if they are of one."""
+        return None if self.views() is None else vars(self.owner)
+
     def put(self, key: Any, value: Any) -> None:
         """Let it hold `value` under `key`."""
         object.__setattr__(self.owner, key, value)
@@ -142,6 +146,10 @@ class DictPlace(Place):
     def views(self) -> list[Any] | None:
         return [dict.keys(self.owner), dict.values(self.owner)]
 
+    def table(self) -> dict[Any, Any] | None:
+        found: dict[Any, Any] = self.owner
+        return found
+
     def put(self, key: Any, value: Any) -> None:
         self.owner[key] = value
 
@@ -180,6 +188,9 @@ class SequencePlace(Place):
 
     def views(self) -> list[Any] | None:
         return [self.owner]
+
+    def table(self) -> dict[Any, Any] | None:
+        return None
 
     def put(self, key: Any, value: Any) -> None:
         self.owner.clear()
@@ -309,31 +320,6 @@ class Watched:
             if key not in was or not is_same(value, was[key])
         ]
         return [*found, *(Change(place, key, value, GONE) for key, value in was.items() if key not in now)]
-
-
-class Glance:
-    """Several places as they are now, to see at one look that nothing has changed: this is done after every layer."""
-
-    def __init__(self, places: Sequence[Watched]) -> None:
-        self._others = [one for one in places if one.arrays or one.place.views() is None]
-        seen = [one for one in places if not one.arrays and one.place.views() is not None]
-        self._views = [view for one in seen for view in one.place.views() or ()]
-        self._lengths = [len(view) for view in self._views]
-        self._parts = tuple(itertools.chain.from_iterable(self._views))
-        self._owners = [one.place.owner for one in seen if hasattr(one.place.owner, "__dict__")]
-        self._tables = tuple(vars(owner) for owner in self._owners)
-        self._tensors = [tensor for one in seen for _, tensor in one.tensors]
-        self._versions = [number for one in seen for number in one.versions]
-
-    def is_still(self) -> bool:
-        """Whether all hold the very same objects, and tensors and arrays in them the same values."""
-        return (
-            list(map(len, self._views)) == self._lengths
-            and are_same_objects(tuple(itertools.chain.from_iterable(self._views)), self._parts)
-            and are_same_objects(tuple(map(vars, self._owners)), self._tables)
-            and list(map(version, self._tensors)) == self._versions
-            and not any(one.is_touched() for one in self._others)
-        )
 
 
 class Reach:

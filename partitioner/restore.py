@@ -18,6 +18,10 @@ from torch import nn
 
 from partitioner.structures import is_python_object
 
+_GENERATOR: Any = random._inst
+_NUMPY: Any = np.random.mtrand._rand
+"""Where Python and NumPy keep their global generators."""
+
 _MAX_DEPTH = 4
 _DEVICES = ("cpu", "cuda")
 
@@ -35,16 +39,15 @@ def random_marks() -> tuple[Any, ...]:
     two normal numbers drawn together the second is kept for the next call. All of that is read where it lies in memory,
     as this is asked around every layer and a state has 624 words.
     """
-    words = _words_of_numpy(np.random.get_bit_generator())  # type: ignore[attr-defined]
+    words = _words_of_numpy(_NUMPY._bit_generator)
     if words is None or _PYTHON is None or _NUMPY_NORMAL is None:
         return random_states()
-    normal = random._inst.gauss_next  # type: ignore[attr-defined]
-    return _PYTHON[0], _PYTHON[1], normal, words[0], words[624], _NUMPY_NORMAL[0]
+    return _PYTHON[0], _PYTHON[1], _GENERATOR.gauss_next, words[0], words[624], _NUMPY_NORMAL[0]
 
 
 def _words_of_python() -> Any:
     """Where CPython keeps the position and the words of `random`'s own generator; None where they are not there."""
-    generator = random._inst
+    generator = _GENERATOR
     size = object.__basicsize__ + 625 * ctypes.sizeof(ctypes.c_uint32)
     if sys.implementation.name != "cpython" or _random.Random.__basicsize__ < size:
         return None
@@ -79,7 +82,7 @@ def _normal_of_numpy() -> Any:
         seen.append(flag.value)
     if seen != [1, 0, 1, 0]:
         return None
-    return (ctypes.c_int * 1).from_address(id(np.random.mtrand._rand) + offset)
+    return (ctypes.c_int * 1).from_address(id(_NUMPY) + offset)
 
 
 _PYTHON, _NUMPY_NORMAL = _words_of_python(), _normal_of_numpy()

@@ -20,9 +20,10 @@ import torch
 from torch import nn
 
 from partitioner.errors import UnsupportedModelError
+from partitioner.glance import Glance
 from partitioner.logbook import Arguments, Decoder, Encoder, Made, is_sendable, pickled, withheld_in
 from partitioner.profiles import Attribute, Buffer
-from partitioner.reaching import GONE, BufferPlace, Change, Glance, Place, Reach, SequencePlace, Watched
+from partitioner.reaching import GONE, BufferPlace, Change, Place, Reach, SequencePlace, Watched
 from partitioner.structures import is_same, tensors_in
 
 
@@ -74,7 +75,9 @@ class SharedState:
     def begin(self) -> None:
         """A forward begins: what is to be at its end as it is now is noted."""
         self._start = []
-        for place in self._reach.places.values() if self._returning else ():
+        if not self._returning:
+            return
+        for place in self._reach.places.values():
             if place.kind in ("module", "attributes"):
                 found = [one for one in place.items() if place.name_of(one[0]) in self._returning]
                 self._start += [(place, key, value) for key, value in found]
@@ -96,11 +99,15 @@ class SharedState:
             if readers & ((1 << self._stage) - 1):
                 raise UnsupportedModelError(self._refusal(change, "the forward", 0))
 
+    def is_still(self) -> bool:
+        """Whether nothing has changed since the last look: quick to tell."""
+        return self._glance is not None and self._glance.is_still()
+
     def mark(self) -> None:
         """What changed until now is as it should be."""
+        if self.is_still():
+            return
         with torch._C.DisableTorchFunction():
-            if self._glance is not None and self._glance.is_still():
-                return
             for watched in self._watched:
                 if watched.is_touched():
                     self._follow(watched.changes())
@@ -117,9 +124,9 @@ class SharedState:
         `by_layer`: later ranks do not run that code. UnsupportedModelError where an earlier stage reaches it.
         """
         found: list[Change] = []
+        if self.is_still():
+            return found
         with torch._C.DisableTorchFunction():
-            if self._glance is not None and self._glance.is_still():
-                return found
             for watched in self._watched:
                 if watched.is_touched():
                     found += watched.changes()

@@ -157,9 +157,9 @@ def is_same(now: Any, before: Any) -> bool:
 def are_same_objects(now: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
     """Whether two tuples of one length hold the very same objects.
 
-    CPython keeps their addresses in a row, and to compare the rows takes a fraction of going through the objects.
+    CPython keeps their addresses in a row, and to compare long rows takes a fraction of going through the objects.
     """
-    if not _TUPLES_ARE_ROWS:
+    if len(now) < _LONG or not _TUPLES_ARE_ROWS:
         return all(map(is_, now, before))
     return _row(now) == _row(before)
 
@@ -175,7 +175,7 @@ def _tuples_are_rows() -> bool:
     return _row(some) == b"".join(id(item).to_bytes(tuple.__itemsize__, sys.byteorder) for item in some)
 
 
-_TUPLES_ARE_ROWS = _tuples_are_rows()
+_TUPLES_ARE_ROWS, _LONG = _tuples_are_rows(), 100
 
 
 def is_python_object(value: Any) -> bool:

@@ -1,0 +1,120 @@
+"""See at one look that nothing has changed in many places: this is done after every layer, so it must cost nothing.
+
+Of every dict CPython before 3.13 keeps a number that is another after each change (PEP 509): while that is the same,
+not one of the objects in it has to be looked at, which would fetch each from memory. Where it is another, and in other
+Pythons always, it is seen by the objects whether the dict holds the very same ones still.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import sys
+from collections.abc import Iterable, Sequence
+from operator import attrgetter, ne
+from typing import Any
+
+import torch
+
+from partitioner.logbook import version
+from partitioner.reaching import Watched
+from partitioner.structures import are_same_objects
+
+_OFFSET = object.__basicsize__ + ctypes.sizeof(ctypes.c_ssize_t)
+"""Of a dict's number, behind how many items it has."""
+
+_value_of = attrgetter("value")
+
+
+def _number_of(table: dict[Any, Any]) -> Any:
+    return ctypes.c_uint64.from_address(id(table) + _OFFSET)
+
+
+class _Some:
+    """An object whose attributes are changed in all ways that there are."""
+
+
+def _dicts_are_numbered() -> bool:
+    """Whether the number is where it is looked for, and another one after any change."""
+    if sys.implementation.name != "cpython" or sys.version_info >= (
+        3,
+        13,
+    ):  # 3.13 leaves it for attributes that are set
+        return False
+    changed: Any = _Some()
+    changed.a = 1
+    table = vars(changed)
+    number = _number_of(table)
+    seen = [number.value]
+    for _ in range(20):  # often enough for the interpreter to take its shorter ways
+        changed.a = object()
+        seen.append(number.value)
+        for change in (
+            lambda: table.__setitem__("a", object()),
+            lambda: table.update(c=object()),
+            lambda: delattr(changed, "c"),
+            lambda: table.setdefault("d", object()),
+            lambda: table.pop("d"),
+        ):
+            change()
+            seen.append(number.value)
+    return len(set(seen)) == len(seen)
+
+
+_NUMBERED = _dicts_are_numbered()
+
+
+class _Views:
+    """Views of containers, with the objects that they went through."""
+
+    def __init__(self, views: Sequence[Any]) -> None:
+        self._views = views
+        self._lengths = list(map(len, views))
+        self._parts = tuple(itertools.chain.from_iterable(views))
+
+    def is_still(self) -> bool:
+        return list(map(len, self._views)) == self._lengths and are_same_objects(
+            tuple(itertools.chain.from_iterable(self._views)), self._parts
+        )
+
+
+class Glance:
+    """Several places as they are now."""
+
+    def __init__(self, places: Sequence[Watched], *, numbered: bool = _NUMBERED) -> None:
+        """`numbered`: whether to go by the numbers of dicts."""
+        self._others = [one for one in places if one.arrays or one.place.views() is None]
+        seen = [one for one in places if not one.arrays and one.place.views() is not None]
+        self._owners = [one.place.owner for one in seen if hasattr(one.place.owner, "__dict__")]
+        self._tables = tuple(vars(owner) for owner in self._owners)
+        dicts = [one.place.table() if numbered else None for one in seen]
+        self._dicts = [one for one, table in zip(seen, dicts, strict=True) if table is not None]
+        self._kept = [table for table in dicts if table is not None]
+        """So that nothing else comes to lie where a number is read."""
+        self._numbers = list(map(_number_of, self._kept))
+        self._known = list(map(_value_of, self._numbers))
+        rest = [one for one, table in zip(seen, dicts, strict=True) if table is None]
+        self._views = _Views([view for one in rest for view in one.place.views() or ()])
+        self._tensors = [tensor for one in seen for _, tensor in one.tensors]
+        self._versions = [number for one in seen for number in one.versions]
+
+    def is_still(self) -> bool:
+        """Whether all hold the very same objects, and tensors and arrays in them the same values."""
+        if not are_same_objects(tuple(map(vars, self._owners)), self._tables) or not self._views.is_still():
+            return False
+        numbers = list(map(_value_of, self._numbers))
+        if numbers != self._known:
+            changed = itertools.compress(self._dicts, map(ne, numbers, self._known))
+            if not _are_untouched(changed):
+                return False
+            self._known = numbers
+        if not self._tensors and not self._others:
+            return True
+        with torch._C.DisableTorchFunction():
+            versions = list(map(version, self._tensors))
+        return versions == self._versions and _are_untouched(self._others)
+
+
+def _are_untouched(places: Iterable[Watched]) -> bool:
+    with torch._C.DisableTorchFunction():
+        return not any(one.is_touched() for one in places)
