@@ -2,7 +2,8 @@
 
 Of every dict CPython before 3.13 keeps a number that is another after each change (PEP 509): while that is the same,
 not one of the objects in it has to be looked at, which would fetch each from memory. Where it is another, and in other
-Pythons always, it is seen by the objects whether the dict holds the very same ones still.
+Pythons always, it is seen by the objects whether the dict holds the very same ones still. Likewise it is read where an
+object says which dict its attributes are in, without asking its class.
 """
 
 from __future__ import annotations
@@ -28,6 +29,20 @@ _value_of = attrgetter("value")
 
 def _number_of(table: dict[Any, Any]) -> Any:
     return ctypes.c_uint64.from_address(id(table) + _OFFSET)
+
+
+def _dict_of(owner: Any) -> Any:
+    """Where CPython keeps the address of the dict of an object's attributes; None where that is not there."""
+    cls = type(owner)
+    offset = _MANAGED_OFFSET if cls.__flags__ & _MANAGED_DICT else max(0, cls.__dictoffset__)
+    if not offset:
+        return None
+    found = ctypes.c_uint64.from_address(id(owner) + offset)
+    return found if found.value == id(vars(owner)) else None
+
+
+_MANAGED_DICT, _MANAGED_OFFSET = 1 << 4, -3 * ctypes.sizeof(ctypes.c_void_p)
+"""Flag of classes whose objects have that address three words ahead of them."""
 
 
 class _Some:
@@ -70,11 +85,12 @@ class _Views:
     def __init__(self, views: Sequence[Any]) -> None:
         self._views = views
         self._lengths = list(map(len, views))
-        self._parts = tuple(itertools.chain.from_iterable(views))
+        self._filled = [view for view in views if len(view)]
+        self._parts = tuple(itertools.chain.from_iterable(self._filled))
 
     def is_still(self) -> bool:
         return list(map(len, self._views)) == self._lengths and are_same_objects(
-            tuple(itertools.chain.from_iterable(self._views)), self._parts
+            tuple(itertools.chain.from_iterable(self._filled)), self._parts
         )
 
 
@@ -85,13 +101,17 @@ class Glance:
         """`numbered`: whether to go by the numbers of dicts."""
         self._others = [one for one in places if one.arrays or one.place.views() is None]
         seen = [one for one in places if not one.arrays and one.place.views() is not None]
-        self._owners = [one.place.owner for one in seen if hasattr(one.place.owner, "__dict__")]
-        self._tables = tuple(vars(owner) for owner in self._owners)
+        owners = [one.place.owner for one in seen if hasattr(one.place.owner, "__dict__")]
+        words = [_dict_of(owner) if numbered else None for owner in owners]
+        self._owners = [owner for owner, word in zip(owners, words, strict=True) if word is None]
+        self._tables = tuple(map(vars, self._owners))
+        self._addresses = [word for word in words if word is not None]
         dicts = [one.place.table() if numbered else None for one in seen]
         self._dicts = [one for one, table in zip(seen, dicts, strict=True) if table is not None]
-        self._kept = [table for table in dicts if table is not None]
-        """So that nothing else comes to lie where a number is read."""
-        self._numbers = list(map(_number_of, self._kept))
+        self._kept = [owners, list(map(vars, owners)), dicts]
+        """So that nothing else comes to lie where it is read."""
+        self._numbers = [_number_of(table) for table in dicts if table is not None]
+        self._known_addresses = list(map(_value_of, self._addresses))
         self._known = list(map(_value_of, self._numbers))
         rest = [one for one, table in zip(seen, dicts, strict=True) if table is None]
         self._views = _Views([view for one in rest for view in one.place.views() or ()])
@@ -100,7 +120,11 @@ class Glance:
 
     def is_still(self) -> bool:
         """Whether all hold the very same objects, and tensors and arrays in them the same values."""
-        if not are_same_objects(tuple(map(vars, self._owners)), self._tables) or not self._views.is_still():
+        if list(map(_value_of, self._addresses)) != self._known_addresses:
+            return False
+        if self._owners and not are_same_objects(tuple(map(vars, self._owners)), self._tables):
+            return False
+        if not self._views.is_still():
             return False
         numbers = list(map(_value_of, self._numbers))
         if numbers != self._known:

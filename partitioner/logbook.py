@@ -76,11 +76,16 @@ class Made(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Made:
-        if tensor.is_nested:
-            shape, stride = sizes(tensor), None
-        else:
-            shape, stride = tuple(tensor.shape), tensor.stride() if tensor.layout is torch.strided else None
-        return cls(shape, stride, dtype_name(tensor.dtype), tensor.device.type, tensor.requires_grad)
+        return cls(*_look(tensor))
+
+
+def _look(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...] | None, str, str, bool]:
+    """What `Made` says of a tensor."""
+    if tensor.is_nested:
+        shape, stride = sizes(tensor), None
+    else:
+        shape, stride = tuple(tensor.shape), tensor.stride() if tensor.layout is torch.strided else None
+    return shape, stride, dtype_name(tensor.dtype), tensor.device.type, tensor.requires_grad
 
 
 @functools.cache
@@ -279,7 +284,7 @@ class Encoder:
         self.tensors.append(tensor)
         if id(tensor) in self._places:
             return (_TENSOR, self._places[id(tensor)])
-        return (_MADE, *Made.of(tensor))
+        return (_MADE, *_look(tensor))
 
 
 def encoded(result: Any, given: Arguments, own: Mapping[int, str]) -> tuple[Any, list[torch.Tensor]]:
@@ -287,7 +292,7 @@ def encoded(result: Any, given: Arguments, own: Mapping[int, str]) -> tuple[Any,
     if type(result) is torch.Tensor and id(result) not in own:
         known = id(result)
         if known not in map(id, given.tensors) and known not in map(id, given.items):
-            return (_MADE, *Made.of(result)), [result]
+            return (_MADE, *_look(result)), [result]
     encoder = Encoder(given, own)
     return encoder(result), encoder.tensors
 

@@ -97,9 +97,12 @@ def set_random_states(states: tuple[Any, ...]) -> None:
 
 def modes() -> tuple[Any, ...]:
     """Whether gradients are on, autocast on CPU and CUDA, and the default dtype."""
-    autocast = (torch.is_autocast_enabled(kind) for kind in _DEVICES)
-    dtypes = (torch.get_autocast_dtype(kind) for kind in _DEVICES)
-    return torch.is_grad_enabled(), *autocast, *dtypes, torch.get_default_dtype()
+    return (
+        torch.is_grad_enabled(),
+        *map(torch.is_autocast_enabled, _DEVICES),
+        *map(torch.get_autocast_dtype, _DEVICES),
+        torch.get_default_dtype(),
+    )
 
 
 def set_modes(wanted: tuple[Any, ...]) -> None:

@@ -166,8 +166,8 @@ class Watcher(ABC):
 
     def enter(self, path: str) -> str:
         """Count a call of the module at `path`; its id."""
-        k = self.num_calls[path]
-        self.num_calls[path] += 1
+        k = self.num_calls.get(path, 0)
+        self.num_calls[path] = k + 1
         return f"{path}#{k}" if k else path
 
     def at(self, moment: str) -> None:
@@ -227,13 +227,23 @@ class Watcher(ABC):
         return True
 
 
+class _Here:
+    """Who watches a thread."""
+
+    __slots__ = ("counting", "stance", "started", "watcher")
+
+    def __init__(self) -> None:
+        self.watcher: Watcher | None = None
+        self.started: Watcher | None = None
+        """That of the forward under way, also where its code is not told of."""
+        self.counting: Watcher | None = None
+        self.stance: Any = None
+        """That of torch.compile outside of the watching; None where there is nothing compiled."""
+
+
 class _Current(threading.local):
-    watcher: Watcher | None = None
-    started: Watcher | None = None
-    """That of the forward under way, also where its code is not told of."""
-    counting: Watcher | None = None
-    stance: Any = None
-    """That of torch.compile outside of the watching; None where there is nothing compiled."""
+    def __init__(self) -> None:
+        self.here = _Here()
 
 
 _current = _Current()
@@ -276,9 +286,10 @@ class WatchedCall:
         self.run: Callable[..., Any] = module._call_impl
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        watcher = _current.watcher
+        here = _current.here
+        watcher = here.watcher
         if watcher is None:
-            counting = _current.counting
+            counting = here.counting
             if counting is not None and self.module in counting.counted:
                 counting.enter(counting.tracked[self.module])
             return self.run(*args, **kwargs)
@@ -319,7 +330,7 @@ class WatchedCall:
 
 
 def _watched_apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-    watcher = _current.watcher
+    watcher = _current.here.watcher
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return _apply.__get__(None, function)(*args, **kwargs)
@@ -345,7 +356,7 @@ def _watched_apply(function: type[torch.autograd.Function], *args: Any, **kwargs
 
 def _watched_script(function: Any, *args: Any, **kwargs: Any) -> Any:
     """A function compiled by TorchScript bypasses the function mode too."""
-    watcher = _current.watcher
+    watcher = _current.here.watcher
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return _script_call(function, *args, **kwargs)
@@ -360,7 +371,7 @@ def _watched_script(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _watched_transform(name: str, transform: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        watcher = _current.watcher
+        watcher = _current.here.watcher
         if watcher is None or watcher.in_custom or in_transform():
             return transform(*args, **kwargs)
         with _pop_mode_temporarily():
@@ -416,15 +427,17 @@ def in_transform() -> bool:
 
 
 def _tell_region(what: str) -> None:
-    if _current.watcher is not None:
-        _current.watcher.on_region(what)
+    watcher = _current.here.watcher
+    if watcher is not None:
+        watcher.on_region(what)
 
 
 def _watched_handle_init(handle: RemovableHandle, hooks_dict: Any, *, extra_dict: Any = None) -> None:
     _handle_init(handle, hooks_dict, extra_dict=extra_dict)
-    if _current.started is not None and extra_dict is not None:  # only forward hooks have tables besides
+    started = _current.here.started
+    if started is not None and extra_dict is not None:  # only forward hooks have tables besides
         tables = (handle.hooks_dict_ref, *handle.extra_dict_ref)
-        _current.started.hooks_added.append(AddedHook(weakref.ref(handle), handle.id, tables))
+        started.hooks_added.append(AddedHook(weakref.ref(handle), handle.id, tables))
 
 
 def _watched_frame_init(frame: Any, *args: Any, **kwargs: Any) -> None:
@@ -434,7 +447,7 @@ def _watched_frame_init(frame: Any, *args: Any, **kwargs: Any) -> None:
 
 def _watched_save_inputs(frame: Any, *args: Any) -> None:
     """Somebody's hooks for saved tensors may run now: what they do is no part of the forward."""
-    watcher = _current.watcher
+    watcher = _current.here.watcher
     if watcher is None:
         _frame_save_inputs(frame, *args)
     elif watcher.saves(args):
@@ -494,17 +507,17 @@ _patch = _Patch()
 @contextmanager
 def watching(watcher: Watcher) -> Iterator[None]:
     """Tell `watcher` of what happens on this thread, until the block ends in whatever way."""
-    if _current.watcher is not None:
+    if _current.here.watcher is not None:
         raise RuntimeError("a forward is watched already on this thread")
     with _patch.lock:
         _patch.enter()
         entered = [call.enter() for call in watcher.calls]
-    _current.watcher = _current.started = watcher
+    _current.here.watcher = _current.here.started = watcher
     try:
         with _eager(), watcher.functions:
             yield
     finally:
-        _current.watcher = _current.started = None
+        _current.here.watcher = _current.here.started = None
         with _patch.lock:
             _patch.leave()
             for one in entered:
@@ -518,41 +531,42 @@ def _eager() -> Iterator[None]:
     if dynamo is None:  # nothing is compiled
         yield
         return
-    _current.stance = dynamo._set_stance(dynamo.DynamoStance("force_eager"))
+    _current.here.stance = dynamo._set_stance(dynamo.DynamoStance("force_eager"))
     try:
         yield
     finally:
-        dynamo._set_stance(_current.stance)
-        _current.stance = None
+        dynamo._set_stance(_current.here.stance)
+        _current.here.stance = None
 
 
 class unwatched:
     """Inside: neither calls nor functions are told, as in the depths of a layer; only counted, where that is asked."""
 
-    __slots__ = ("_counting", "_dynamo", "_eager", "_mode", "_watcher")
+    __slots__ = ("_counting", "_dynamo", "_eager", "_here", "_mode", "_watcher")
 
     def __enter__(self) -> None:
-        self._watcher, self._counting = watcher, _ = _current.watcher, _current.counting
-        _current.watcher = None
-        _current.counting = watcher if watcher is not None and watcher.counted else None
+        here = self._here = _current.here
+        watcher = self._watcher = here.watcher
+        self._counting = here.counting
+        here.watcher = None
+        here.counting = watcher if watcher is not None and watcher.counted else None
         self._mode = torch._C._pop_torch_function_stack()
-        stance = _current.stance
         self._dynamo: Any = None
-        if stance is not None:  # as its _set_stance does, without the checks: this is done for every layer
+        if here.stance is not None:  # as its _set_stance does, without the checks: this is done for every layer
             self._dynamo = sys.modules["torch._dynamo.eval_frame"]
             self._eager = self._dynamo._stance
-            self._dynamo._stance = stance
+            self._dynamo._stance = here.stance
 
     def __exit__(self, *error: object) -> None:
         if self._dynamo is not None:
             self._dynamo._stance = self._eager
         torch._C._push_on_torch_function_stack(self._mode)
-        _current.watcher, _current.counting = self._watcher, self._counting
+        self._here.watcher, self._here.counting = self._watcher, self._counting
 
 
 def watcher_here() -> Watcher | None:
     """The watcher of this thread, where the code that runs now is told to it."""
-    return _current.watcher
+    return _current.here.watcher
 
 
 def unwrap(model: Any) -> nn.Module:

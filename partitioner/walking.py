@@ -149,8 +149,9 @@ class Walk(Watcher):
                 hook.remove()
 
     def at(self, moment: str) -> None:
-        self.compare_names()
-        super().at(moment)
+        if self.checksum:
+            self.compare_names()
+        self.moment, self.num_functions, self.checksum = moment, 0, 0
 
     def compare_names(self) -> None:
         """Other functions than the captured ones: what they make may have to be sent where that was not."""
@@ -312,8 +313,8 @@ class Walk(Watcher):
     ) -> Any:
         if self.ended:
             raise Reached
-        call_id = self.enter(path) if path else ROOT
-        if path in self.part.stage_of or call_id in self.part.stage_of:
+        call_id, stage_of = self.enter(path) if path else ROOT, self.part.stage_of
+        if path in stage_of or call_id in stage_of:
             return self.layer(call_id, module, run, args, kwargs)
         self.at(f">{call_id}")
         with torch._C.DisableTorchFunction():
@@ -343,14 +344,15 @@ class Walk(Watcher):
                 return result
             self.begin()
         self.follow_call(call_id)
-        stage = self.part.stage_of.get(call_id)
+        part = self.part
+        stage = part.stage_of.get(call_id)
         if stage is None:  # called more often than when it was captured: wherever its parameters are
             self.refuse_strangers([*module.parameters(), *module.buffers()])
-        elif stage > self.part.stage:
+        elif stage > part.stage:
             self.stop(call_id)
-        elif stage < self.part.stage:
-            raise self.other_way(f"calls {call_id} after a layer of stage {self.part.stage}", "placed it before")
-        if self.part.shared is not None and self.part.shared.is_moving:
+        elif stage < part.stage:
+            raise self.other_way(f"calls {call_id} after a layer of stage {part.stage}", "placed it before")
+        if part.shared is not None and part.shared.is_moving:
             self.changes(f"the code before {call_id}")
         try:
             with unwatched():
@@ -364,10 +366,11 @@ class Walk(Watcher):
 
     def changes(self, who: str, *, by_layer: bool = False) -> list[Change]:
         """What `who` has changed of Python state that later stages reach; see `SharedState.changes`."""
-        if self.part.shared is None:
+        shared = self.part.shared
+        if shared is None or shared.is_still():
             return []
         try:
-            return self.part.shared.changes(who, by_layer=by_layer)
+            return shared.changes(who, by_layer=by_layer)
         except UnsupportedModelError as error:
             raise self.failed(error) from None
 
@@ -375,7 +378,7 @@ class Walk(Watcher):
         if call_id not in self.part.captured and call_id not in self.part.stage_of:
             self.strayed = True
         given = Arguments(args, kwargs)
-        counts = dict(self.num_calls) if self.counted else {}
+        counts = dict(self.num_calls) if self.counted else None
         marks = self.random_marks or random_marks()
         try:
             result = self.metered(run, args, kwargs)
@@ -384,24 +387,21 @@ class Walk(Watcher):
             raise
         self.random_marks = random_marks()
         self.drawn = self.drawn or marks != self.random_marks
+        filled: tuple[tuple[int, Any], ...] = ()
         refills = given.refilled()
         if refills:
             encoder = Encoder(given, self.part.own_names)
             code, tensors = encoder(result), encoder.tensors
+            filled = tuple((k, encoder.container(content)) for k, content in refills)
         else:
             code, tensors = encoded(result, given, self.part.own_names)
+        called: tuple[tuple[str, int], ...] = ()
+        if counts:
+            called = tuple((path, n - counts.get(path, 0)) for path, n in self.num_calls.items())
+        states = random_states() if self.drawn else None
+        written, state = given.written(), self.changes_encoded(call_id)
         self.own.append(
-            Entry(
-                call_id,
-                call_id,
-                code,
-                given.written(),
-                tuple((k, encoder.container(content)) for k, content in refills),
-                len(given.tensors),
-                random_states() if self.drawn else None,
-                counts=tuple((path, n - counts.get(path, 0)) for path, n in self.num_calls.items()) if counts else (),
-                state=self.changes_encoded(call_id),
-            )
+            Entry(call_id, call_id, code, written, filled, len(given.tensors), states, counts=called, state=state)
         )
         self.name(f"{call_id}:0", tensors, call_id)
         return result
