@@ -169,7 +169,8 @@ class Counter:
         self.graphs: dict[tuple[Dimensions, bool], CostGraph] = {}
 
     def graph(self, d: Dimensions, parallel_loss: bool) -> CostGraph:
-        local = replace(d, length=d.length // d.context_parallel, context_parallel=1)
+        # torch's own loss holds what the communicators' size was chosen with; Megatron's in place holds 1 % less
+        local = replace(d, length=d.length // d.context_parallel, context_parallel=1, loss_apart=False)
         key = (local, parallel_loss)
         if key not in self.graphs:
             x = torch.zeros(2, local.length, dtype=torch.long, device="meta")
