@@ -99,11 +99,16 @@ class Reduction:
         """Take the values of parameters that other replicas keep up to date; all replicas of the stage call it."""
         if not self._division.divides:
             return
+        started = []
         with torch.no_grad():
             for parameters in self._parameters.values():
                 for keeper, some in self._division.by_keeper(parameters).items():
-                    for bucket in _buckets(some):
-                        self._copy(bucket, self._mesh.rank_of(self._mesh.stage, keeper), self._group_of_replicas)
+                    source = self._mesh.rank_of(self._mesh.stage, keeper)
+                    started += [self._send(bucket, source, self._group_of_replicas) for bucket in _buckets(some)]
+            for work, bucket, staged, source in started:
+                self._wait(work, self._own)
+                if source != self._mesh.rank:
+                    _fill(bucket, staged)
 
     def start(self, bucket: list[torch.nn.Parameter], stages: tuple[int, ...], keeper: int | None) -> _Started:
         """Sum the bucket's gradients, on the replica `keeper` or everywhere."""
@@ -138,14 +143,19 @@ class Reduction:
         return int(value)
 
     def _copy(self, tensors: list[Any], source: int, group: dist.ProcessGroup) -> None:
+        work, _, staged, _ = self._send(tensors, source, group)
+        work.wait()
+        _fill(tensors, staged)
+
+    def _send(
+        self, tensors: list[Any], source: int, group: dist.ProcessGroup
+    ) -> tuple[Any, list[Any], torch.Tensor, int]:
+        """Values from the source to all others of the group, under way: work, tensors, where they arrive, source."""
         flat = torch.cat([_real(tensor).reshape(-1) for tensor in tensors])
         on_device = group is not self._mesh.control and self._mesh.has_own_device
         staged = flat if on_device else flat.cpu()
-        dist.broadcast(staged.view(torch.uint8), source, group=group)
-        for tensor, part in zip(
-            tensors, torch.split(staged, [_real(tensor).numel() for tensor in tensors]), strict=True
-        ):
-            _real(tensor).copy_(part.view(_real(tensor).shape))
+        work = dist.broadcast(staged.view(torch.uint8), source, group=group, async_op=True)
+        return work, tensors, staged, source
 
     def _reduce(self, flat: torch.Tensor, stages: tuple[int, ...], keeper: int | None) -> Any:
         group = self._mesh.owners[stages]
@@ -280,6 +290,12 @@ def _gradients(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
             part.copy_(_real(gradient).reshape(-1))
     flat[sum(sizes) :] = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
     return flat
+
+
+def _fill(tensors: list[Any], flat: torch.Tensor) -> None:
+    sizes = [_real(tensor).numel() for tensor in tensors]
+    for tensor, part in zip(tensors, torch.split(flat, sizes), strict=True):
+        _real(tensor).copy_(part.view(_real(tensor).shape))
 
 
 def _unpack(parameters: list[torch.nn.Parameter], flat: torch.Tensor) -> None:
