@@ -328,4 +328,4 @@ def test_a_wrong_number_of_torchrun_processes_ends_all_of_them_with_both_numbers
     )
     assert ran.returncode != 0
     assert ran.stdout.count("planned: 3 processes were started, but the plan would be for 2 devices") == 3
-    assert "the plan is for 2 ranks (2 stages x 1 replicas), but 3 processes were started" in ran.stderr
+    assert "the plan is for 2 ranks (2 stages x 1 replica), but 3 processes were started" in ran.stderr
