@@ -125,7 +125,8 @@ class Spread:
     shard: Shard = "none"
     """Over `dp` ranks."""
     whole_parameters: bool = False
-    """Each parameter's gradient and state are on one of the `dp` ranks, not an equal part of it on each."""
+    """Each parameter's gradient and state are on one of the `dp` ranks, not an equal part of it on each. Gradients of
+    parameters that stages share stay whole until the end of a step under zero2; they are counted as divided."""
     recompute: Recompute = "never"
     products: float = 1.0
     """Share of the results of products that selective recomputation keeps; one half where it keeps every second one."""
