@@ -14,6 +14,7 @@ from partitioner.arguments import check_arguments, full_mesh, num_devices
 from partitioner.capture import fingerprint
 from partitioner.errors import (
     ArgumentError,
+    InfeasibleError,
     NotBuiltError,
     PartitionerError,
     PlanMismatchError,
@@ -32,6 +33,10 @@ from partitioner.solver import solve
 from partitioner.specs import Cluster, Device, Training, optimizer_state_bytes, parse_bytes
 from partitioner.tracing import unwrap
 from partitioner.trial import explained
+
+WORTH_DIVIDING = 0.05
+"""Relative; so much shorter must a step be predicted for replicas to divide what they keep, unasked: predictions are
+off by as much (tests/benchmarks/prediction.py), and every rank then has to be there for `stage.state_dict()`."""
 
 
 def partition(
@@ -69,11 +74,11 @@ def partition(
     together; None: that of `example_inputs`. `objective`: "train", or for inference with `eval_step` the most samples a
     second ("throughput") or the least time of one batch ("latency"). `recompute`: never, always, or auto: the stages
     that do not fit otherwise. `shard`: what a stage's replicas divide, none, zero1 (the optimizer's state) or zero2
-    (gradients, too), or auto: by stage, what makes the step the shortest. `pin`: layer id -> stage, or
-    -> a word, for layers that are to share a stage: {"wte": "tied", "lm_head": "tied"}. `profile`: plan from it without
-    measuring. `check`: run one micro-batch sliced and unsliced; cuts where the results differ are given up, and `why`
-    says so. Under torchrun rank 0 plans and all ranks get its plan. Errors: `ArgumentError`, `NotBuiltError` (a value
-    that this version does not run), `InfeasibleError` (memory), `UnsupportedModelError`.
+    (gradients, too), or auto: by stage, where otherwise nothing fits or the step is predicted 5 % longer. `pin`: layer
+    id -> stage, or -> a word, for layers that are to share a stage: {"wte": "tied", "lm_head": "tied"}. `profile`: plan
+    from it without measuring. `check`: run one micro-batch sliced and unsliced; cuts where the results differ are given
+    up, and `why` says so. Under torchrun rank 0 plans and all ranks get its plan. Errors: `ArgumentError`,
+    `NotBuiltError` (a value that this version does not run), `InfeasibleError` (memory), `UnsupportedModelError`.
     """
     check_arguments(
         gpus=gpus,
@@ -147,7 +152,7 @@ def partition(
             else:
                 measured = profile if isinstance(profile, Profile) else Profile.load(profile)
                 _check_fits(model, measured)
-            plan = solve(measured, cluster, training, progress=portion(tell, 0.75, 0.9))
+            plan = _solved(measured, cluster, training, progress=portion(tell, 0.75, 0.9))
             if check == "first" and not any(parameter.is_meta for parameter in model.parameters()):
                 tell("checking the slices", 0.9)
                 whole = MicroBatch(args, kwargs, example_target, samples)
@@ -157,6 +162,29 @@ def partition(
 
     _refuse_too_many_ranks(num_devices(gpus))
     return _on_first_rank(make)
+
+
+def _solved(profile: Profile, cluster: Cluster, training: Training, progress: Progress | None = None) -> Plan:
+    """The plan; under shard="auto" the best whose replicas keep all, unless none fits or is that much slower.
+
+    Its gap is then to the best of those. A plan that divides has that to all.
+    """
+    if training.shard != "auto":
+        return solve(profile, cluster, training, progress=progress)
+    divided = solve(profile, cluster, training, progress=progress)
+    if all(stage.shard == "none" for stage in divided.stages):
+        return divided
+    try:
+        whole = solve(profile, cluster, training.model_copy(update={"shard": "none"}))
+    except InfeasibleError:
+        return divided
+    if whole.num_ranks < divided.num_ranks or _total_s(divided) < _total_s(whole) * (1 - WORTH_DIVIDING):
+        return divided
+    return whole.model_copy(update={"training": training})
+
+
+def _total_s(plan: Plan) -> float:
+    return plan.prediction.step_s + plan.prediction.optimizer_s
 
 
 def _checked(plan: Plan, model: nn.Module, batch: MicroBatch, loss: Loss, seed: int, notes: list[str]) -> Plan:
@@ -186,7 +214,7 @@ def _checked(plan: Plan, model: nn.Module, batch: MicroBatch, loss: Loss, seed: 
             refused = dict.fromkeys(wrong, "sliced there, the model gives other numbers")
             profile = plan.profile.model_copy(update={"no_cut": {**plan.profile.no_cut, **refused}})
             try:
-                plan = solve(profile, plan.cluster, plan.training)
+                plan = _solved(profile, plan.cluster, plan.training)
             except PartitionerError:
                 raise error from None
     return plan
@@ -197,7 +225,7 @@ def _without_recomputation(plan: Plan, error: Exception, notes: list[str]) -> Pl
     if plan.training.recompute == "always":
         raise ArgumentError(f"recompute='always' does not work for this model: {reason}; use recompute='never'")
     notes.append(f"nothing is recomputed: {reason}")
-    return solve(plan.profile, plan.cluster, plan.training.model_copy(update={"recompute": "never"}))
+    return _solved(plan.profile, plan.cluster, plan.training.model_copy(update={"recompute": "never"}))
 
 
 def _refuse_too_many_ranks(devices: int) -> None:

@@ -11,12 +11,13 @@ import models
 import numpy as np
 import pytest
 import torch
+from chains import LOTS, chain, cluster
 from torch import nn
 
 import partitioner as pt
 from partitioner import api, selfcheck
 from partitioner.errors import UnsupportedModelError
-from partitioner.specs import Cluster, Device, Link
+from partitioner.specs import Cluster, Device, Link, Training
 
 
 def stack(layers: int = 6, width: int = 32) -> nn.Sequential:
@@ -310,3 +311,22 @@ def test_plans_for_inference_need_no_loss(objective: str) -> None:
     assert plan.training.objective == objective and plan.runnable
     assert plan.num_stages == 2 and plan.prediction.optimizer_s == 0.0
     assert all(stage.backward_s == 0.0 for stage in plan.prediction.stages)
+
+
+@pytest.mark.parametrize(
+    ("optimizer_s", "memory_bytes", "levels"),
+    [(1e-3, LOTS, {"none"}), (0.5, LOTS, {"zero1"}), (1e-3, 3_800_000, {"zero1"})],
+)
+def test_replicas_divide_unasked_only_where_it_pays(optimizer_s: float, memory_bytes: int, levels: set[str]) -> None:
+    """A batch takes 4 s on four devices. An optimizer's millisecond is not worth a divided state, half a second is, and
+    so is memory: 4 N of weights, gradients and state do not fit."""
+    uncut = {str(k): "it cannot be cut" for k in range(1, 8)}
+    profile = chain([1 / 8] * 8, parameter_bytes=125_000, no_cut=uncut)
+    profile = profile.model_copy(update={"optimizer_s": optimizer_s})
+    there = cluster(4, memory_bytes=memory_bytes)
+    training = Training(batch_size=4, shard="auto")
+    plan = api._solved(profile, there, training)
+    assert {stage.shard for stage in plan.stages} == levels and plan.num_replicas == 4
+    assert plan.training == training
+    exact = pt.solve(profile, there, training)
+    assert api._total_s(exact) <= api._total_s(plan) <= api._total_s(exact) / (1 - api.WORTH_DIVIDING)
