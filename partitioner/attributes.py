@@ -9,17 +9,19 @@ from __future__ import annotations
 import gc
 import io
 import random
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
-from partitioner.reaching import INTERNALS, MAX_ITEMS, Change, Reach, Watched
-from partitioner.structures import PLAIN, is_python_object, is_same, opened
+from partitioner.glance import Glance
+from partitioner.reaching import INTERNALS, MAX_ITEMS, Change, Reach, SequencePlace, Watched
+from partitioner.structures import PLAIN, is_python_object, is_same, opened, tensors_in
 
 Place = tuple[int, int]
 """(operation, call that it happens in)"""
@@ -45,13 +47,42 @@ class Attribute:
         """Whether what holds it came to be in this forward: the next one has another."""
         self.returns = False
         """Whether it is plain, and at the end what it was at the start."""
+        self.emptied: Place | None = None
+        """Of a container: where it was emptied before anybody can have read what the last forward left in it."""
+        self.slots: list[tuple[Place, torch.Tensor, torch.Tensor]] = []
+        """Of a container: tensors in it that were replaced by others, and where."""
+        self.has_only_slots = True
+        """Whether that is all that changed of it."""
+        self.is_told = True
+        """Whether what layers change of it can be told to later stages."""
 
     def look(self) -> None:
         """Whether it holds something else than when it was read last: then it was changed from there."""
         now = _content(self.value)
         if len(now) != len(self.content) or not all(map(is_same, now, self.content)):
             self.writes.append(self.reads[-1])
+            self.has_only_slots = False
             self.content = now
+
+    def note(self, change: Change, here: Place) -> None:
+        """A change of the container, or of one in it, that was found at a call's beginning or end."""
+        is_whole = change.place.owner is self.value
+        if not self.writes and is_whole and not len(self.value) and len(self.reads) <= 1:
+            self.emptied = here
+        slots = _replaced(change)
+        self.has_only_slots = self.has_only_slots and slots is not None
+        self.slots += [(here, *slot) for slot in slots or ()]
+        self.writes.append(here)
+        self.content = _content(self.value)
+
+
+class Left(NamedTuple):
+    """One change of Python state: when, of which attribute, under which name on all ranks, and what is there now."""
+
+    when: int
+    attribute: Attribute | None
+    label: str
+    now: Callable[[], Any]
 
 
 class Outside:
@@ -77,25 +108,75 @@ class Attributes:
         """Objects and containers by the names that they have on every rank, whichever way code comes to them."""
         self._before = frozenset(map(id, gc.get_objects())) if tell_new else None
         """Objects that were there before the forward. Of dicts not all are told, so none of them passes for new."""
-        outside = list(reach.places.values())[reach.num_inside :]
-        self._outside = [Watched(place) for place in outside if place.may_change]
+        self._reach, self._num_known = reach, 0
+        self._outside = set(map(id, list(reach.places.values())[reach.num_inside :]))
+        """Places outside of the model."""
+        self._watched: list[Watched] = []
+        self._glance: Glance | None = None
+        self.left: list[Left] = []
+        """All changes, in their order."""
+        self._unread: dict[str, list[tuple[Change, Place]]] = defaultdict(list)
+        """Changes of containers behind attributes that nobody has read yet."""
+        self._watch_new()
         self.outside: dict[str, Outside] = {}
         """What changed in globals, closures and class variables, by name."""
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._names: dict[tuple[int, str], Attribute] = {}
         self._containers: dict[int, Attribute] = {}
+        self._behind: dict[str, Attribute] = {}
+        """The same by name."""
         self._objects: list[Any] = []
         self._classes: dict[type, list[tuple[str, Any]]] = {}
 
     def poll(self) -> None:
         """Look for changes in what nobody can be told of: made here since the last look."""
-        for watched in self._outside:
+        if self._glance is not None and self._glance.is_still():
+            return
+        for watched in list(self._watched):
             if watched.is_touched():
                 for change in watched.changes():
-                    name = change.place.attribute_of(change.key)
-                    known = self.outside.setdefault(name, Outside(change.place.kind, change.place.name, change.key))
-                    known.writes.append(self._here())
-                    known.is_plain |= not isinstance(change.now, torch.Tensor) and not _holds_only_tensors(change)
+                    self._changed(change)
+        self._watch_new()
+        self._glance = Glance(self._watched)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All that attributes, containers and the like hold now."""
+        return [part for place in self._reach.places.values() for _, held in place.items() for part in tensors_in(held)]
+
+    def left_since(self, when: int) -> list[Left]:
+        """What was changed from then on; of each name the last change."""
+        found: dict[str, Left] = {}
+        for one in reversed(self.left):
+            if one.when < when:
+                break
+            found.setdefault(one.label, one)
+        return list(found.values())[::-1]
+
+    def _watch_new(self) -> None:
+        places = list(self._reach.places.values())
+        for place in places[self._num_known :]:
+            if place.may_change and place.kind not in ("module", "buffers"):  # of these every change is told
+                self._watched.append(Watched(place))
+        self._num_known = len(places)
+
+    def _changed(self, change: Change) -> None:
+        place, key, here = change.place, change.key, self._here()
+        if id(place) in self._outside:
+            name = place.attribute_of(key)
+            known = self.outside.setdefault(name, Outside(place.kind, place.name, key))
+            known.writes.append(here)
+            known.is_plain |= not isinstance(change.now, torch.Tensor) and not _holds_only_tensors(change)
+        if change.content:
+            return
+        container = self._containers.get(id(place.owner)) or self._behind.get(place.attribute)
+        if container is not None:
+            container.note(change, here)
+        elif place.kind in ("dict", "sequence"):
+            self._unread[place.attribute].append((change, here))
+        self._reach.enter(change.now, place, key)
+        new = list(self._reach.places.values())[self._num_known :]
+        self._outside |= set(map(id, new)) if id(place) in self._outside else set()
+        self.left.append(Left(here[0], container, place.name_of(key), lambda: _held(place, key)))
 
     def all(self) -> list[Attribute]:
         """Those that were read or changed, after a last look."""
@@ -147,8 +228,14 @@ class Attributes:
                 attribute = self._named(item, name)
                 if not attribute.writes:
                     attribute.start = before
-                attribute.writes.append(self._here())
+                here = self._here()
+                attribute.writes.append(here)
                 attribute.returns = isinstance(value, PLAIN) and is_same(value, attribute.start)
+                place = self._reach.places.get(id(item))
+                attribute.is_told &= place is not None and place.name_of(name) == attribute.name
+                self._reach.enter(value, place, name) if place is not None else None
+                self._glance = None
+                self.left.append(Left(here[0], attribute, attribute.name, lambda: _attribute_of(item, name)))
 
         self._classes[cls] = [(name, cls.__dict__.get(name)) for name in ("__getattribute__", "__setattr__")]
         cls.__getattribute__ = get  # type: ignore[method-assign, assignment]
@@ -170,9 +257,14 @@ class Attributes:
         container = self._containers.get(id(value))
         if container is None:
             name = self._known.get(id(value), attribute.name)
-            container = self._containers[id(value)] = Attribute(name, value)
+            container = self._containers[id(value)] = self._behind[name] = Attribute(name, value)
             container.is_new = isinstance(value, list) and self._is_new(value)
+            container.is_told = id(value) in self._reach.places
+            for change, where in self._unread.pop(name, ()):
+                container.note(change, where)
         elif container.reads[-1] != here:
+            if isinstance(value, (list, dict, set, deque)):
+                self.poll()
             container.look()
         container.reads.append(here)
         if _is_iterator(value):
@@ -190,6 +282,28 @@ class Attributes:
             self._names[key].is_on_module = isinstance(item, nn.Module)
             self._names[key].is_new = not isinstance(item, nn.Module) and self._is_new(item)
         return self._names[key]
+
+
+def _held(place: Any, key: Any) -> Any:
+    """What a place holds under a key, or a list as a whole."""
+    return list(place.parts()) if isinstance(place, SequencePlace) else dict(place.items()).get(key)
+
+
+def _attribute_of(item: Any, name: str) -> Any:
+    state = object.__getattribute__(item, "__dict__")
+    return state[name] if name in state else state.get("_buffers", {}).get(name)
+
+
+def _replaced(change: Change) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+    """Tensors that were replaced by others, where nothing else changed; None where something did."""
+    before, now = change.before, change.now
+    if not isinstance(change.place, SequencePlace):
+        before, now = [before], [now]
+    if not isinstance(change.place.owner, (list, dict)) or len(before) != len(now):
+        return None
+    other = [(a, b) for a, b in zip(before, now, strict=True) if not is_same(b, a)]
+    are_tensors = all(isinstance(part, torch.Tensor) for pair in other for part in pair)
+    return other if are_tensors else None
 
 
 def _holds_only_tensors(change: Change) -> bool:

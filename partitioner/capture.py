@@ -34,11 +34,17 @@ from partitioner.shared import Masks
 from partitioner.structures import map_tensors, tensors_in
 from partitioner.tracing import unwrap
 
+MAX_CLOSED = 0.5
+"""Share of the work above which a module is opened though it keeps state from forward to forward."""
+
 FATES = (None, 1 - 2**-24, 0.0)
 """What single random numbers come out as in one attempt after another: a layer is left out by drawing low or high."""
 
 MAX_ATTEMPTS = 10
 """Forwards to record until one is found in which no layer was left out at random."""
+
+MAX_TOLD = 1 << 16
+"""Bytes of a buffer that travel in the log where one stage changes it and a later one reads it."""
 
 FLOPS_PER_BYTE = 10.0
 """How many operations cost as much as moving a byte: only ranks calls by size when layers are chosen."""
@@ -159,7 +165,7 @@ def capture(
     chooser = _Chooser(steady, max_share, layers)
     captured = chooser.result()
     if first is not steady:
-        other = _Chooser(first, max_share, [layer.id for layer in captured.layers]).result()
+        other = _Chooser(first, max_share, [layer.id for layer in captured.layers], chooser).result()
         joinable = tuple(path for path in captured.joinable if path in other.joinable)
         captured = dataclasses.replace(
             captured,
@@ -296,9 +302,21 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
 class _Chooser:
     """Picks the layers out of the tree of calls, then tells everything recorded in terms of them."""
 
-    def __init__(self, recording: Recording, max_share: float, layers: Sequence[str] | None) -> None:
+    def __init__(
+        self,
+        recording: Recording,
+        max_share: float,
+        layers: Sequence[str] | None,
+        following: _Chooser | None = None,
+    ) -> None:
+        """`following`: that of the forwards after this one, if they do something else."""
         self.recording = recording
         self.nodes = recording.nodes
+        self.following = following
+        self.told: set[str] = set()
+        """Tensors that layers leave in Python state and that are sent."""
+        self.moving = {number for slots in recording.slots.values() for _, number in slots}
+        """Tensors kept from the forward before that this one replaces."""
         if not self.nodes:
             raise UnsupportedModelError("the model's forward was never called: is it an nn.Module with a forward?")
         self.total = self.work(self.nodes[0]) or 1.0
@@ -307,12 +325,15 @@ class _Chooser:
             self.take([number for number, node in enumerate(self.nodes) if node.id in wanted])
             return
         opened: set[int] = set()
+        self.closed: set[int] = set()
+        """Calls that are not opened, whatever their share."""
         while True:
             self.take(self.choose(0, max_share, opened))
-            more = self.around_collected() - opened
-            if not more:
+            more, less = self.around_collected() - opened, self.around_state() - self.closed - opened
+            if not more and not less:
                 return
             opened |= more
+            self.closed |= less
 
     def take(self, chosen: list[int]) -> None:
         self.chosen = chosen
@@ -323,7 +344,7 @@ class _Chooser:
         for info in self.recording.infos:
             outside = self.layer_around(info.node) is None
             from_inputs = info.parents is not None and all(self.shared[parent] for parent in info.parents)
-            self.shared.append(outside and from_inputs)
+            self.shared.append(outside and from_inputs and len(self.shared) not in self.moving)
 
     def work(self, node: Node) -> float:
         kernels = self.recording.kernels[node.first_kernel : node.last_kernel]
@@ -332,7 +353,7 @@ class _Chooser:
     def choose(self, number: int, max_share: float, opened: set[int]) -> list[int]:
         node = self.nodes[number]
         too_large = node.parent is None or number in opened or self.work(node) > max_share * self.total
-        if not node.children or node.whole or not too_large:
+        if not node.children or node.whole or not too_large or number in self.closed:
             return [number]
         return [chosen for child in node.children for chosen in self.choose(child, max_share, opened)]
 
@@ -351,6 +372,37 @@ class _Chooser:
                 found.add(current)
                 current = self.nodes[current].parent
         return {number for number in found if not self.nodes[number].whole}
+
+    def around_state(self) -> set[int]:
+        """Calls to keep whole, since they begin with reading what this forward or the last one changes after their
+        first layer: cut open, that would be on the stage before."""
+        found: set[int] = set()
+        for uses, last in self.kept_state():
+            for when, number in uses:
+                is_small = number >= 0 and self.work(self.nodes[number]) <= MAX_CLOSED * self.total
+                if self.zone(when) < last and number in self.heads(when, number) and is_small:
+                    found.add(number)
+        return found
+
+    def heads(self, when: int, number: int) -> list[int]:
+        """Opened calls, but for the model's own, that had begun and not come to their first layer: from `number` up."""
+        if number < 0 or self.layer_around(number) is not None:
+            return []
+        start = self.starts[self.zone(when)]
+        around = [number, *self.ancestors(number)]
+        return [one for one in around if self.nodes[one].start > start and self.nodes[one].parent is not None]
+
+    def kept_state(self) -> Iterator[tuple[list[tuple[int, int]], int]]:
+        """Of each thing that is kept from forward to forward and changed: where it is used, and the last change."""
+        infos = self.recording.infos
+        for info in infos:
+            if info.foreign and info.writes:
+                yield info.uses, max(map(self.zone, info.writes))
+        for item in self.recording.attributes:
+            if not self.returns(item) and not self.starts_anew(item):
+                yield item.reads, max(self.zone(when) for when, _ in item.writes)
+            for (when, _), number in self.recording.slots[id(item)]:
+                yield infos[number].uses, self.zone(when)
 
     def zone(self, when: int) -> int:
         """The layer an operation belongs to: the last one that has started."""
@@ -379,6 +431,7 @@ class _Chooser:
         for span in recording.spans:
             self.forbid(no_cut, self.zone(span.start), self.zone(span.stop), span.reason)
         self.forbid_regions(no_cut)
+        self.forbid_uncalled(no_cut)
         collecting = [n for n, node in enumerate(self.nodes) if node.hooks & recording.collecting]
         fire_hooks = {self.nodes[number].path for number in collecting}
         keep_open |= {self.nodes[one].path for number in collecting for one in self.ancestors(number)}
@@ -445,8 +498,20 @@ class _Chooser:
                 self.forbid(no_cut, made, last, f"{ids[made]} leaves a tensor behind that {ids[last]} reads")
                 continue
             end = self.starts[made + 1] if made + 1 < len(self.starts) else self.recording.clock + 1
-            name = [name for when, name in info.names if when < end][-1]
-            found += self.crossing(info, made, name, ids, no_cut)
+            name = [name for when, name in info.names if when < end and (layer is not None or name[0] != "=")][-1]
+            sent = self.crossing(info, made, name, ids, no_cut)
+            if sent and name[0] == "=":
+                if name in self.told:
+                    reason = f"{ids[made]} leaves a tensor behind where it left another before, and both are read later"
+                    self.forbid(no_cut, made, ids.index(sent[0].consumers[-1]), reason)
+                    continue
+                self.told.add(name)
+                if self.following is not None and name not in self.following.told:
+                    reason = (
+                        f"{ids[made]} leaves a tensor behind that {sent[0].consumers[-1]} reads, in some forwards only"
+                    )
+                    self.forbid(no_cut, made, ids.index(sent[0].consumers[-1]), reason)
+            found += sent
         return tuple(found)
 
     def crossing(
@@ -473,8 +538,9 @@ class _Chooser:
         ]
 
     def is_output(self, layer: int, info: Info) -> bool:
+        """Whether it is a result of the layer, or left in Python state that is told to later stages."""
         prefix = f"{self.nodes[layer].id}:"
-        return any(name.startswith(prefix) for _, name in info.names) or any("@" in name for _, name in info.names)
+        return layer in info.left_by or any(name.startswith(prefix) or "@" in name for _, name in info.names)
 
     def ancestors(self, number: int) -> list[int]:
         found = []
@@ -529,12 +595,20 @@ class _Chooser:
                 self.forbid(no_cut, first, self.zone(write.when), reason)
 
     def forbid_state(self, no_cut: dict[int, str]) -> None:
-        """State kept outside of the forward and changed by it must stay with everything that reads it."""
+        """State kept outside of the forward and changed by it must stay with everything that uses it before.
+
+        And with what reads it later, but for a buffer that is small enough to tell later stages of in the log.
+        """
+        buffers = dict(self.recording.model.named_buffers())
         for info in self.recording.infos:
-            if info.foreign and info.written and info.uses:
+            if info.foreign and info.writes and info.uses:
                 zones = [self.zone(when) for when, _ in info.uses]
+                can_be_sent = info.foreign in buffers and info.sendable and info.nbytes <= MAX_TOLD
+                last = max(map(self.zone, info.writes))
+                if info.is_silent or info.needs_gradient or not can_be_sent:
+                    last = max(last, *zones)
                 reason = f"the state {info.foreign!r} is changed in the forward and used on both sides"
-                self.forbid(no_cut, min(zones), max(zones), reason)
+                self.forbid(no_cut, min(zones), last, reason)
 
     def forbid_shared_weights(self, no_cut: dict[int, str]) -> None:
         """Parameters, or a parameter and a buffer, that are different objects over the same memory."""
@@ -560,13 +634,21 @@ class _Chooser:
         A change in glue code happens on its own rank and on all later ones; one inside a layer only where that runs.
         """
         keep_open = set()
+        after = {} if self.following is None else {one.name: one for one in self.following.recording.attributes}
         for item in self.recording.attributes:
+            fresh = self.returns(item) or self.starts_anew(after.get(item.name, item))
+            for (when, _), number in self.recording.slots[id(item)] if fresh else ():
+                zones = [self.zone(when), *(self.zone(use) for use, _ in self.recording.infos[number].uses)]
+                reason = f"what {item.name!r} holds is replaced in the forward and used on both sides"
+                self.forbid(no_cut, min(zones), max(zones), reason)
+            for when, node in (*item.reads, *item.writes):
+                keep_open |= {self.nodes[one].path for one in self.heads(when, node)}
             for when, node in item.writes:
                 here, layer = self.zone(when), self.layer_around(node)
-                inside = layer is not None and item.owner not in self.nodes[layer].given
+                inside = layer is not None and item.owner not in self.nodes[layer].given and not item.is_told
                 for read, _ in item.reads:
                     there = self.zone(read)
-                    if (there < here and not (self.returns(item) or item.is_new)) or (inside and there > here):
+                    if (there < here and not fresh) or (inside and there > here):
                         reason = f"the attribute {item.name!r} is changed in the forward and read on both sides"
                         self.forbid(no_cut, min(here, there), max(here, there), reason)
                     elif there > here and node >= 0:
@@ -584,7 +666,7 @@ class _Chooser:
             if item.writes:
                 returns[item.name] = self.returns(item) and returns.get(item.name, True)
             reads[item.name] |= {self.zone(when) for when, _ in item.reads}
-            writes[item.name] |= {self.zone(when) for when, _ in item.writes}
+            writes[item.name] |= {zone for when, node in item.writes for zone in self.zones_of(when, node)}
             inside[item.name] |= {self.zone(when) for when, node in item.writes if self.layer_around(node) is not None}
         own = {self.nodes[number].path: k for k, number in enumerate(self.chosen)}
         found = []
@@ -604,9 +686,20 @@ class _Chooser:
             found.append(Attribute(name=name, writers=writers, inside=by_layers))
         return tuple(found)
 
+    def zones_of(self, when: int, node: int) -> set[int]:
+        """Layers with which code runs: where a checkpoint has begun and come to no layer yet, also the next one."""
+        zone = self.zone(when)
+        begun = any(region.entered <= when <= region.left for region in self.recording.regions)
+        return {zone, min(zone + 1, len(self.chosen) - 1)} if begun and self.heads(when, node) else {zone}
+
     def returns(self, item: Changed) -> bool:
         """Whether an attribute is changed by code between layers alone, and is at the end what it was at the start."""
         return item.returns and all(self.layer_around(node) is None for _, node in item.writes)
+
+    def starts_anew(self, item: Changed) -> bool:
+        """Whether a forward reads nothing of what the one before changed of it, or tensors that are seen one by one."""
+        emptied = item.emptied is not None and self.layer_around(item.emptied[1]) is None
+        return item.is_new or emptied or (item.has_only_slots and bool(item.content) and not item.is_on_module)
 
     def forbid_outside(self, no_cut: dict[int, str], ids: list[str]) -> None:
         """A global or the like must stay with all code that leads to it: when that reads it is not seen."""
@@ -624,6 +717,40 @@ class _Chooser:
                     zones += [self.zone(when) for when, _ in outside.writes]
                     reason = f"{name!r}, outside of the model, is changed in the forward and may be read on both sides"
                     self.forbid(no_cut, min(zones), max(zones), reason)
+
+    def forbid_uncalled(self, no_cut: dict[int, str]) -> None:
+        """Where values decide how many layers of a list are called: those left out may yet be called between the last
+        one that was, and the next one or the end of the module that holds the list; that must be one stage."""
+        if not self.recording.decisions and not self.recording.sizes_depend:
+            return
+        calls: dict[str, list[Node]] = defaultdict(list)
+        for node in self.nodes:
+            for k, letter in enumerate(f"{node.path}."):
+                if letter == ".":
+                    calls[node.path[:k]].append(node)
+        for path, module in self.recording.model.named_modules():
+            if not isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
+                continue
+            owner = path
+            while owner and not any(node.path == owner for node in calls[owner]):
+                owner = owner.rpartition(".")[0]
+            called = [node for node in self.nodes if node.path == owner]
+            last: Node | None = None
+            left_out = ""
+            for name, child in module.named_children():
+                inside = f"{path}.{name}" if path else name
+                if calls[inside]:
+                    if left_out and last is not None:
+                        self.forbid_around(no_cut, last, calls[inside][0].start - 1, left_out)
+                    last, left_out = calls[inside][-1], ""
+                elif any(True for _ in child.parameters()):
+                    left_out = left_out or inside
+            if left_out and last is not None and called:
+                self.forbid_around(no_cut, last, max(node.stop for node in called), left_out)
+
+    def forbid_around(self, no_cut: dict[int, str], last: Node, until: int, left_out: str) -> None:
+        reason = f"{left_out} was not called this time, and may be called on either side"
+        self.forbid(no_cut, self.zone(last.stop), self.zone(until), reason)
 
     def forbid_regions(self, no_cut: dict[int, str]) -> None:
         """No cut inside a checkpoint; one just before it is possible, unless code runs in it before its first layer."""

@@ -304,6 +304,11 @@ def withheld_in(code: Any) -> str:
     return next(filter(None, map(withheld_in, code[4])), "") if code[0] == _CONTAINER else ""
 
 
+def left_name(label: str, k: int) -> str:
+    """What the k-th tensor is called that layers have left in Python state, at the place of that name."""
+    return f"={label}:{k}".replace("@", "(at)")
+
+
 class Decoder:
     """Builds what an `Encoder` met, around the arguments that are here; `make` makes the k-th different tensor."""
 

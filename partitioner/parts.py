@@ -107,10 +107,11 @@ class Part:
             if buffer is not None
         ]
         self.shared: SharedState | None = None
-        if guarded and self.num_stages > 1:
+        leaves_tensors = any(tensor.id[0] == "=" for tensor in profile.tensors)
+        if self.num_stages > 1 and (guarded or leaves_tensors):
             ids = [layer.id for layer in profile.layers]
             known = profile.attributes, profile.buffers
-            self.shared = SharedState(self.model, ids, *known, stage_of, stage, device)
+            self.shared = SharedState(self.model, ids, *known, stage_of, stage, device, guarded=guarded)
         self._headers: dict[int, tuple[bytes, Any]] = {}
 
     def opened_header(self, source: int, header: bytes) -> Any:

@@ -95,7 +95,7 @@ def profile(
     check_timed_optimizer(optimizer)
     whole = MicroBatch(args, kwargs, example_target, batch)
     fails = explained(model, [whole, *cut], loss_fn, batch_dim)
-    with fails, shown(progress) as tell, _threads(threads), untouched(model):
+    with fails, shown(progress) as tell, _threads(threads), untouched(model) as start:
         torch.manual_seed(seed)
         captures = _captures(model, parts, max_share, on_meta)
         sizes = tuple(captures)
@@ -107,6 +107,7 @@ def profile(
         everywhere = all(p.device == where for p in (*model.parameters(), *model.buffers()))
         with contextlib.nullcontext() if traces is None else recorded(traces, cuda=where.type == "cuda"):
             _measure(model, [p for size in sizes for p in probes[size]], where, everywhere, tell)
+        start.restore()  # layers that were run alone have left the model as no forward does
         slicing_s = _slicing_seconds(model, captures[sizes[0]], parts[sizes[0]], where) if everywhere else 0.0
         step_s: tuple[float, ...] = ()
         if whole_step and everywhere:

@@ -19,9 +19,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from partitioner.attributes import Attribute, Attributes, Outside, Place
+from partitioner.attributes import Attribute, Attributes, Left, Outside, Place
 from partitioner.errors import UnsupportedModelError
-from partitioner.logbook import Arguments, Encoder, is_sendable, sizes, version
+from partitioner.logbook import Arguments, Encoder, is_sendable, left_name, sizes, version, withheld_in
 from partitioner.restore import modes, random_states
 from partitioner.structures import map_tensors, tensors_in
 from partitioner.tracing import HOST_READS, RETURNED, Watcher, hook_name, in_transform, may_draw, watching
@@ -78,7 +78,12 @@ class Info:
     """Buffer or attribute that lives outside of the forward."""
     handed_out: list[tuple[int, int, str]] = field(default_factory=list)
     """(call, operation, name) where a call returned it that was not given it: to later ranks it is another tensor."""
-    written: bool = False
+    writes: list[int] = field(default_factory=list)
+    """Operations that changed it in place."""
+    left_by: set[int] = field(default_factory=set)
+    """Calls that have made it and left it in Python state."""
+    is_silent: bool = False
+    """Whether torch's version counter does not tell of one of them."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +128,8 @@ class Recording:
     """That the forward changed."""
     held: list[Attribute] = field(default_factory=list)
     """All that it read or changed."""
+    slots: dict[int, list[tuple[Place, int]]] = field(default_factory=dict)
+    """By the id of an attribute: tensors kept in it from before the forward that were replaced, and where."""
     outside: dict[str, Outside] = field(default_factory=dict)
     """What it changed outside of the model, in globals and the like."""
     order: list[str] = field(default_factory=list)
@@ -130,6 +137,8 @@ class Recording:
     """Hooks that kept tensors for later."""
     decisions: list[int] = field(default_factory=list)
     """Calls in which values that not every rank has were brought to Python, or Python's random numbers were drawn."""
+    sizes_depend: bool = False
+    """Whether what some tensors hold decides how large others are."""
     moments: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     """Moment -> how many torch functions ran then, the call that they ran in, and a checksum of their names."""
     clock: int = 0
@@ -143,7 +152,8 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *
     recorder = _Recorder(model)
     recorder.note_inputs((args, dict(kwargs)))
     attributes = Attributes(model, lambda: recorder.place, tell_new=tell_new)
-    recorder.poll = attributes.poll
+    recorder.kept = {id(tensor): tensor for tensor in attributes.tensors() if tensor.grad_fn is not None}
+    recorder.poll, recorder.left_since = attributes.poll, attributes.left_since
     stance = torch.compiler.set_stance("force_eager")
     states = random_states()
     with stance, torch.enable_grad(), watching(recorder), attributes.watched():
@@ -158,6 +168,10 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *
             attributes.poll()
     recorder.recording.held, recorder.recording.outside = attributes.all(), attributes.outside
     recorder.recording.attributes = [item for item in recorder.recording.held if item.writes]
+    for item in recorder.recording.attributes:
+        found = [(here, recorder.find(old)) for here, old, _ in item.slots]
+        recorder.recording.slots[id(item)] = [(here, number) for here, number in found if number is not None]
+        item.slots = []
     return recorder.recording
 
 
@@ -181,14 +195,19 @@ class _Recorder(Watcher):
         self.own = self.parameters | self.buffers
         self.held = [*model.parameters(), *model.buffers()]
         """So that no other tensor is given the id of one that the forward replaces."""
+        self.kept: dict[int, torch.Tensor] = {}
+        """Tensors with a graph of an earlier forward that the model keeps, by their ids."""
         self.num_memories = 0
         self.regions: list[Region] = []
         """Checkpoints around."""
         self.returned: dict[int, int] = {}
         """Functions that transforms returned, by their ids: when."""
         self.poll: Callable[[], None] = lambda: None
+        self.left_since: Callable[[int], list[Left]] = lambda when: []
         self.switched: list[tuple[int, tuple[Any, ...]]] = []
         """Calls that left modes of torch other than they were: when they began, and the modes before."""
+        self.on_threads: set[str] = set()
+        """Modules that were called on other threads."""
         self.inside: list[int | None] = []
         """What the running transform has used: tensors by number, None for parameters and chance."""
 
@@ -274,10 +293,15 @@ class _Recorder(Watcher):
         base = [number for number, _ in self.aliases(storage_of(tensor))]
         if base and self.recording.infos[base[0]].foreign:
             return self.add(tensor, "constant", self.recording.infos[base[0]].parents, "attribute")
+        if id(tensor) in self.kept:
+            return self.add(tensor, "constant", None, "attribute")
         if tensor.grad_fn is not None or (base and not self.recording.infos[base[0]].pure):
             reason = (
                 "a tensor is made before it in a way that torch does not announce (as_subclass, dlpack, extensions)"
             )
+            if self.on_threads:
+                names = ", ".join(sorted(self.on_threads))
+                reason = f"the model calls layers ({names}) on threads of its own, where they cannot be followed"
             self.recording.spans.append(Span(self.recording.clock, sys.maxsize, reason))
             return self.add(tensor, f"{self.moment}/unannounced", None)
         return self.add(tensor, "constant", None if tensor.requires_grad else (), "attribute")
@@ -419,6 +443,9 @@ class _Recorder(Watcher):
         reason = "a gradient is taken inside the forward, through the layers on both sides"
         self.recording.spans.append(Span(min(starts, default=0), self.recording.clock, reason))
 
+    def on_other_thread(self, path: str) -> None:
+        self.on_threads.add(path)
+
     def on_hidden_call(self, module: nn.Module) -> None:
         """What a custom Function calls inside is no layer: the module around it is."""
         if in_transform():
@@ -466,10 +493,16 @@ class _Recorder(Watcher):
         self.recording.writes.append(Write(self.recording.clock, tuple(number for number, _ in same)))
         for number, alive in same:
             old = infos[number]
-            old.written = True
+            old.writes.append(self.recording.clock)
             if not old.foreign:
                 both = None if parents is None else (*parents, number)
                 self.add(alive, f"{old.names[-1][1].split('@')[0]}@{moment}", both)
+
+    def note_statistics(self, tensor: torch.Tensor) -> None:
+        number = self.find(tensor)
+        if number is not None:
+            self.recording.infos[number].writes.append(self.recording.clock)
+            self.recording.infos[number].is_silent = True
 
     def on_call(
         self, path: str, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -533,7 +566,24 @@ class _Recorder(Watcher):
                     recording.infos[known].uses.append((recording.clock, number))
                     recording.infos[known].handed_out.append((number, *name))
                 recording.infos[known].names.append(name)
+            for left in self.left_since(node.start):
+                self.name_left(left, number)
         return result
+
+    def name_left(self, left: Left, number: int) -> None:
+        """Give names to tensors that a call has made and left in Python state, where its result does not hold them."""
+        node, infos = self.recording.nodes[number], self.recording.infos
+        encoder = Encoder(Arguments((), {}), self.own)
+        code = encoder(left.now())
+        if left.attribute is not None and withheld_in(code):
+            left.attribute.is_told = False
+        for k, tensor in enumerate(encoder.tensors):
+            found = self.find(tensor)
+            if found is None or infos[found].made < node.start:
+                continue
+            if not any(name.startswith(f"{node.id}:") for _, name in infos[found].names):
+                infos[found].left_by.add(number)
+                infos[found].names.append((self.recording.clock, left_name(left.label, k)))
 
     @contextmanager
     def hooks_watched(self, module: nn.Module, node: Node) -> Iterator[None]:
@@ -589,6 +639,8 @@ class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in given:
             if id(tensor) in recorder.parameters or id(tensor) in recorder.live:
                 recorder.use(tensor)
+        for tensor in _statistics_of(func, args):
+            recorder.note_statistics(tensor)
         packet = func._overloadpacket
         count = flop_registry.get(packet)
         flops = float(count(*args, **kwargs, out_val=result)) if count is not None else 0.0
@@ -596,8 +648,16 @@ class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
         depends = _depends_on_values(func, given)
         kernels = recorder.recording.kernels
         mark = f" at {len(kernels)}" if depends else ""
+        recorder.recording.sizes_depend |= depends
         kernels.append((f"{func} {map_tensors((args, kwargs), _look)}{mark}", flops, float(moved)))
         return result
+
+
+def _statistics_of(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
+    """Running means and variances that a kernel changes, though torch's version counters do not say so."""
+    if "batch_norm" not in func._opname or "backward" in func._opname or len(args) < 6 or args[5] is not True:
+        return []
+    return [one for one in args[3:5] if isinstance(one, torch.Tensor)]
 
 
 class _ParametersStay(TorchDispatchMode):  # type: ignore[no-untyped-call]

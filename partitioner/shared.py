@@ -12,7 +12,7 @@ more than one. A change that capture saw is no matter here: no cut was allowed b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,10 +21,18 @@ from torch import nn
 
 from partitioner.errors import UnsupportedModelError
 from partitioner.glance import Glance
-from partitioner.logbook import Arguments, Decoder, Encoder, Made, is_sendable, pickled, withheld_in
+from partitioner.logbook import Arguments, Decoder, Encoder, Made, is_sendable, left_name, pickled, withheld_in
 from partitioner.profiles import Attribute, Buffer
 from partitioner.reaching import GONE, BufferPlace, Change, Place, Reach, SequencePlace, Watched
+from partitioner.renewal import Kept, Then, become
 from partitioner.structures import is_same, tensors_in
+
+Naming = Callable[[torch.Tensor, str, bool], str | None]
+"""(tensor, what one left there is called, whether the captured forward left one) -> what it is sent as, "+" if new."""
+
+
+def _unnamed(tensor: torch.Tensor, new: str, is_captured: bool) -> str | None:
+    return None
 
 
 class SharedState:
@@ -39,15 +47,25 @@ class SharedState:
         stage_of: Mapping[str, int],
         stage: int,
         device: torch.device | None,
+        *,
+        guarded: bool = True,
     ) -> None:
+        """`guarded`: whether changes are looked for, or only made as earlier stages tell of them."""
+        self._guarded = guarded
         self._stage, self._device = stage, device
         self._reach = Reach(model, Masks(layers, stage_of).of)
         self._readers = {
-            one.name: _bits(stage_of[one.first], stage_of[one.last]) for one in attributes if one.first and one.last
+            one.name: _bits(*range(stage_of[one.first], stage_of[one.last] + 1))
+            for one in attributes
+            if one.first and one.last
         }
-        self._ours = {one.name for one in attributes if any(stage_of[layer] == stage for layer in one.writers)}
-        self._by_layers = {one.name for one in attributes if any(stage_of[layer] == stage for layer in one.inside)}
+        self._writers = {one.name: set(one.writers) for one in attributes}
+        self._inside = {one.name: set(one.inside) for one in attributes}
+        self._ours: set[str] = set()
         """Attributes that this stage changes in every forward, as captured."""
+        self._by_layers: set[str] = set()
+        """Of these the ones that its layers change, not the code between them."""
+        self.move_to(stage, [layer for layer, where in stage_of.items() if where == stage])
         self._returning = {one.name for one in attributes if one.returns}
         self._start: list[tuple[Place, Any, Any]] = []
         self._buffers = {
@@ -71,21 +89,23 @@ class SharedState:
         self._num_known = 0
         self._glance: Glance | None = None
         self._watch_new()
+        self.kept = Kept(self._reach.places.values())
 
     def begin(self) -> None:
         """A forward begins: what is to be at its end as it is now is noted."""
         self._start = []
-        if not self._returning:
+        if not self._returning or not self._guarded:
             return
         for place in self._reach.places.values():
             if place.kind in ("module", "attributes"):
                 found = [one for one in place.items() if place.name_of(one[0]) in self._returning]
                 self._start += [(place, key, value) for key, value in found]
 
-    def end(self, *, early: bool) -> None:
+    def end(self, *, early: bool) -> Then | None:
         """Give back what the rest of the forward would have; where there is no rest, it must have happened.
 
-        UnsupportedModelError where it has not, and earlier stages go on with another value.
+        What the stage's own copy of the model is like then, for the backward. UnsupportedModelError where something is
+        not given back, and earlier stages go on with another value.
         """
         for place, key, before in self._start:
             now = dict(place.items()).get(key, GONE)
@@ -98,10 +118,11 @@ class SharedState:
             readers = self._readers.get(place.name_of(key), place.readers_of(key))
             if readers & ((1 << self._stage) - 1):
                 raise UnsupportedModelError(self._refusal(change, "the forward", 0))
+        return self.kept.end() if torch.is_grad_enabled() else None
 
     def is_still(self) -> bool:
         """Whether nothing has changed since the last look: quick to tell."""
-        return self._glance is not None and self._glance.is_still()
+        return not self._guarded or (self._glance is not None and self._glance.is_still())
 
     def mark(self) -> None:
         """What changed until now is as it should be."""
@@ -113,15 +134,24 @@ class SharedState:
                     self._follow(watched.changes())
             self._glance = Glance(self._watched)
 
+    def move_to(self, stage: int, layers: Sequence[str]) -> None:
+        """Look from now on as that stage does, of which these are the layers."""
+        self._stage = stage
+        self._ours, self._by_layers = (
+            {name for name, writers in changed.items() if not writers.isdisjoint(layers)}
+            for changed in (self._writers, self._inside)
+        )
+
     def holds(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether one of these is kept in a place that several stages reach."""
         kept = {id(tensor) for watched in self._watched for _, tensor in watched.tensors}
         return any(id(tensor) in kept for tensor in tensors)
 
-    def changes(self, who: str, *, by_layer: bool = False) -> list[Change]:
+    def changes(self, who: str, *, by_layer: bool = False, refusing: bool = True) -> list[Change]:
         """What has changed since the last look, by `who`, as far as later stages reach it.
 
-        `by_layer`: later ranks do not run that code. UnsupportedModelError where an earlier stage reaches it.
+        `by_layer`: later ranks do not run that code. UnsupportedModelError where an earlier stage reaches it, unless
+        not `refusing`.
         """
         found: list[Change] = []
         if self.is_still():
@@ -135,20 +165,24 @@ class SharedState:
         sent = []
         self.is_moving = self.is_moving or bool(found)
         for change in found:
-            readers = self._readers_of(change, self._by_layers if by_layer else self._ours)
+            readers = self._readers_of(change)
             earlier = readers & ((1 << self._stage) - 1)
-            if earlier and change.place.attribute_of(change.key) not in self._ours:
+            name = change.place.attribute_of(change.key)
+            if refusing and earlier and name not in self._ours:
                 raise UnsupportedModelError(self._refusal(change, who, (earlier & -earlier).bit_length() - 1))
             if readers >> (self._stage + 1):
                 sent.append(change)
         return sent
 
-    def encoded(self, changes: Sequence[Change], who: str) -> tuple[Any, ...]:
-        """Changes as plain data, for the log."""
-        return tuple(self._encoded(change, who) for change in changes)
+    def encoded(self, changes: Sequence[Change], who: str, name: Naming = _unnamed) -> tuple[Any, ...]:
+        """Changes as plain data, for the log. `name`: what a tensor is sent as, or None where its values are told."""
+        return tuple(self._encoded(change, who, name) for change in changes)
 
-    def apply(self, codes: Sequence[Any]) -> set[int]:
-        """Make the changes that an earlier stage's log tells of; the ids of tensors that were given other contents."""
+    def apply(self, codes: Sequence[Any], stand_in: Callable[[str, Made], torch.Tensor] | None = None) -> set[int]:
+        """Make the changes that an earlier stage's log tells of; the ids of tensors that were given other contents.
+
+        `stand_in`: gives the tensor that is sent under a name.
+        """
         filled: set[int] = set()
         for kind, name, key, content, code, tensors in codes:
             place = self._by_label.get((kind, name))
@@ -162,6 +196,9 @@ class SharedState:
                 continue
 
             def make(k: int, made: Made, tensors: Any = tensors) -> torch.Tensor:
+                if isinstance(tensors[k], str):
+                    assert stand_in is not None
+                    return stand_in(tensors[k], made)
                 values = (
                     torch.frombuffer(bytearray(tensors[k]), dtype=getattr(torch, made.dtype))
                     if tensors[k]
@@ -176,7 +213,12 @@ class SharedState:
             if content:
                 filled.add(id(held))
                 with torch.no_grad():
-                    held.copy_(value) if isinstance(held, torch.Tensor) else np.copyto(held, value)
+                    if not isinstance(held, torch.Tensor):
+                        np.copyto(held, value)
+                    elif become(held, value.clone()):
+                        torch.autograd.graph.increment_version(held)
+                    else:
+                        held.copy_(value)
             else:
                 place.put(key, value)
         self.mark()
@@ -194,7 +236,7 @@ class SharedState:
         code = encoder(value)
         return code, tuple(_bytes_of(tensor) for tensor in encoder.tensors if is_sendable(tensor))
 
-    def _encoded(self, change: Change, who: str) -> tuple[Any, ...]:
+    def _encoded(self, change: Change, who: str, name: Naming) -> tuple[Any, ...]:
         place, key = change.place, change.key
         label = (place.kind, place.name, key, change.content)
         if change.now is GONE:
@@ -202,7 +244,14 @@ class SharedState:
         encoder = Encoder(self._given(), {} if change.content else self._own_names)
         code = encoder(change.now)
         problem = withheld_in(code)
-        for tensor in encoder.tensors:
+        is_captured = place.attribute_of(key) in self._by_layers
+        names = [
+            None if change.content else name(tensor, left_name(place.name_of(key), k), is_captured)
+            for k, tensor in enumerate(encoder.tensors)
+        ]
+        for tensor, sent_as in zip(encoder.tensors, names, strict=True):
+            if sent_as is not None:
+                continue
             if tensor.requires_grad:
                 problem = "tensor with a gradient"
             elif not is_sendable(tensor):
@@ -213,13 +262,12 @@ class SharedState:
                 f"and which cannot be sent to them so; the captured forward did not. Pin the layers that use it to one "
                 f"stage (pin={{layer: stage}})"
             )
-        return (*label, code, tuple(map(_bytes_of, encoder.tensors)))
+        told = zip(names, encoder.tensors, strict=True)
+        return (*label, code, tuple(_bytes_of(tensor) if sent is None else sent for sent, tensor in told))
 
-    def _readers_of(self, change: Change, known: set[str]) -> int:
-        """Stages that reach what has changed; none where the captured forward changed that too."""
+    def _readers_of(self, change: Change) -> int:
+        """Stages that reach what has changed; where the captured forward changed that too, those that read it then."""
         name = change.place.attribute_of(change.key)
-        if name in known:
-            return 0
         if isinstance(change.place, BufferPlace) and name in self._buffers:
             return self._buffers[name]
         return self._readers.get(name, change.place.readers_of(change.key))

@@ -13,6 +13,7 @@ goes another way than the log says is an error on the spot, never another number
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 
 from partitioner.capture import copied
 from partitioner.parts import Part, Payload
+from partitioner.renewal import Then
 from partitioner.restore import modes, set_modes
 from partitioner.structures import map_tensors
 from partitioner.tracing import watching
@@ -36,6 +38,8 @@ class SliceRun:
     """
 
     output: Any = None
+    then: Then | None = None
+    """What the forward has left of what forwards change."""
     sends: dict[int, Payload] = field(default_factory=dict)
     leaves: dict[int, list[torch.Tensor | None]] = field(default_factory=dict)
 
@@ -83,16 +87,19 @@ class Slice(Part):
                 if walk.failure is not None:
                     raise walk.failure
                 walk.changes(f"the code after {walk.moment}" if walk.moment else "the code")
-                if self.shared is not None:
-                    self.shared.end(early=walk.ended)
+                then = None if self.shared is None else self.shared.end(early=walk.ended)
             if meter is not None:
                 meter.end(walk.survivors)
             if self.stage + 1 == self.num_stages:
                 walk.refuse_stand_ins(output)
-                return SliceRun(output=output, leaves=walk.leaves)
-            return SliceRun(sends=walk.collect(ended_early), leaves=walk.leaves)
+                return SliceRun(output, then, leaves=walk.leaves)
+            return SliceRun(None, then, walk.collect(ended_early), walk.leaves)
         finally:
             walk.put_back()
+
+    def as_after(self, run: SliceRun) -> AbstractContextManager[None]:
+        """For the backward of `run`: inside, the model is as that forward left it, though others have run since."""
+        return nullcontext() if self.shared is None else self.shared.kept.as_after(run.then)
 
 
 def chain(

@@ -13,6 +13,8 @@ from partitioner.capture import Capture, CapturedLayer
 from partitioner.joining import base_name
 from partitioner.logbook import pickled
 from partitioner.parts import Payload
+from partitioner.reaching import Change
+from partitioner.shared import SharedState
 from partitioner.slicing import Slice
 from partitioner.tracing import watching
 from partitioner.walking import Walk
@@ -42,8 +44,14 @@ def survey(
         names[0]: [t.id for t in captured.tensors if t.producer not in names and set(names) & set(t.consumers)]
         for names in groups
     }
+    if any(
+        tensor.id[0] == "=" for tensor in captured.tensors
+    ):  # each layer is told of what those before it leave behind
+        ids = [layer.id for layer in captured.layers]
+        known = captured.attributes, captured.buffers
+        part.shared = SharedState(model, ids, *known, {name: k for k, name in enumerate(ids)}, 0, None)
     part.wanted = frozenset(base_name(name) for route in needs.values() for name in route)
-    walk = _Surveyor(part, needs, {tensor.id: tensor.needs_gradient for tensor in captured.tensors})
+    walk = _Surveyor(part, captured.layers, needs, {tensor.id: tensor.needs_gradient for tensor in captured.tensors})
     walk.note_inputs((args, dict(kwargs)))
     with torch.enable_grad(), watching(walk):
         output = model(*args, **kwargs)
@@ -70,11 +78,22 @@ def alone(captured: Capture, first: str, last: str | None = None) -> dict[str, i
 
 
 class _Surveyor(Walk):
-    def __init__(self, part: Slice, needs: dict[str, list[str]], needs_gradient: dict[str, bool]) -> None:
+    def __init__(
+        self,
+        part: Slice,
+        layers: Sequence[CapturedLayer],
+        needs: dict[str, list[str]],
+        needs_gradient: dict[str, bool],
+    ) -> None:
         super().__init__(part, {}, None)
         self.last = False
         self.needs, self.needs_gradient = needs, needs_gradient
         self.payloads: dict[str, Payload] = {}
+        self.places = {layer.id: k for k, layer in enumerate(layers)}
+
+    def changes(self, who: str, *, by_layer: bool = False) -> list[Change]:
+        """Nothing is refused: here all layers are on one device."""
+        return [] if self.part.shared is None else self.part.shared.changes(who, by_layer=by_layer, refusing=False)
 
     def layer(
         self, call_id: str, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -95,4 +114,7 @@ class _Surveyor(Walk):
                 if complete and header is not None:
                     tensors = [self.named[name].detach().clone() for name in names]
                     self.payloads[call_id] = Payload(header, tensors)
+        if self.part.shared is not None and call_id in self.places:
+            self.changes("the code before it")
+            self.part.shared.move_to(self.places[call_id], [call_id])
         return super().layer(call_id, module, run, args, kwargs)

@@ -35,7 +35,7 @@ from torch import nn
 from torch._functorch import apis as functorch_apis
 from torch._functorch import eager_transforms
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from partitioner.errors import ArgumentError
@@ -206,6 +206,9 @@ class Watcher(ABC):
         With `in_custom` set, modules it calls are told as hidden; within `functions` its torch functions are told too.
         """
 
+    def on_other_thread(self, path: str) -> None:  # noqa: B027  (most need not know)
+        """A tracked module is called on a thread that the model has started, where nothing more is told."""
+
     @abstractmethod
     def on_hidden_call(self, module: nn.Module) -> None:
         """A module is called inside of one function, so that nothing more will be told of it."""
@@ -230,7 +233,7 @@ class Watcher(ABC):
 class _Here:
     """Who watches a thread."""
 
-    __slots__ = ("counting", "stance", "started", "watcher")
+    __slots__ = ("counting", "stance", "started", "untold", "watcher")
 
     def __init__(self) -> None:
         self.watcher: Watcher | None = None
@@ -239,6 +242,9 @@ class _Here:
         self.counting: Watcher | None = None
         self.stance: Any = None
         """That of torch.compile outside of the watching; None where there is nothing compiled."""
+        self.untold = 0
+        """How many blocks are under way in which functions are not told, though the watcher's mode is still entered: the
+        model has entered one of its own after it, which must stay."""
 
 
 class _Current(threading.local):
@@ -260,11 +266,19 @@ class _Functions(TorchFunctionMode):
         super().__init__()
         self.watcher = watcher
 
+    def __enter__(self) -> Any:
+        self.untold, _current.here.untold = _current.here.untold, 0
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        _current.here.untold = self.untold
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name, reads = _name_and_kind(func)
-        if reads:
+        if reads or _current.here.untold:
             return func(*args, **kwargs) if kwargs else func(*args)
         if name == "__iter__":
             return iter(self.__torch_function__(torch.Tensor.unbind, types, args, kwargs))
@@ -292,6 +306,10 @@ class WatchedCall:
             counting = here.counting
             if counting is not None and self.module in counting.counted:
                 counting.enter(counting.tracked[self.module])
+            elif here.started is None:
+                for other in list(_patch.watchers):
+                    if self.module in other.tracked:
+                        other.on_other_thread(other.tracked[self.module])
             return self.run(*args, **kwargs)
         if watcher.in_custom:
             watcher.on_hidden_call(self.module)
@@ -350,7 +368,7 @@ def _watched_apply(function: type[torch.autograd.Function], *args: Any, **kwargs
             watcher.in_custom = False
 
     # A custom Function bypasses the function mode, so it is announced here; what it runs inside is its own affair.
-    with _pop_mode_temporarily():
+    with _untold():
         return watcher.on_function(f"apply {function.__qualname__}", run_hidden, args, kwargs)
 
 
@@ -365,7 +383,7 @@ def _watched_script(function: Any, *args: Any, **kwargs: Any) -> Any:
         watcher.on_hidden_apply(args, kwargs)
     if watcher is None or watcher.in_custom or not torch._C._len_torch_function_stack():
         return run(*args, **kwargs)
-    with _pop_mode_temporarily():
+    with _untold():
         return watcher.on_function(f"apply {function.name}", run, args, kwargs)
 
 
@@ -374,7 +392,7 @@ def _watched_transform(name: str, transform: Callable[..., Any]) -> Callable[...
         watcher = _current.here.watcher
         if watcher is None or watcher.in_custom or in_transform():
             return transform(*args, **kwargs)
-        with _pop_mode_temporarily():
+        with _untold():
             result = watcher.on_transform(f"apply {name}", transform, args, kwargs)
         if type(result) is tuple:
             return tuple(_Returned(part) if isinstance(part, FunctionType) else part for part in result)
@@ -470,11 +488,11 @@ class _Patch:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self._num_watchers = 0
+        self.watchers: list[Watcher] = []
 
-    def enter(self) -> None:
-        self._num_watchers += 1
-        if self._num_watchers > 1:
+    def enter(self, watcher: Watcher) -> None:
+        self.watchers.append(watcher)
+        if len(self.watchers) > 1:
             return
         torch.autograd.Function.apply = classmethod(_watched_apply)  # type: ignore[method-assign, assignment]
         torch.jit.ScriptFunction.__call__ = _watched_script  # type: ignore[method-assign, assignment]
@@ -487,9 +505,9 @@ class _Patch:
         checkpointing._checkpoint_hook.__enter__ = _watched_hook_enter  # type: ignore[method-assign]
         checkpointing._checkpoint_hook.__exit__ = _watched_hook_exit  # type: ignore[method-assign]
 
-    def leave(self) -> None:
-        self._num_watchers -= 1
-        if self._num_watchers == 0:
+    def leave(self, watcher: Watcher) -> None:
+        self.watchers.remove(watcher)
+        if not self.watchers:
             torch.autograd.Function.apply = _apply  # type: ignore[method-assign]
             torch.jit.ScriptFunction.__call__ = _script_call  # type: ignore[method-assign]
             for owner, name, transform in _TRANSFORMS:
@@ -510,7 +528,7 @@ def watching(watcher: Watcher) -> Iterator[None]:
     if _current.here.watcher is not None:
         raise RuntimeError("a forward is watched already on this thread")
     with _patch.lock:
-        _patch.enter()
+        _patch.enter(watcher)
         entered = [call.enter() for call in watcher.calls]
     _current.here.watcher = _current.here.started = watcher
     try:
@@ -519,7 +537,7 @@ def watching(watcher: Watcher) -> Iterator[None]:
     finally:
         _current.here.watcher = _current.here.started = None
         with _patch.lock:
-            _patch.leave()
+            _patch.leave(watcher)
             for one in entered:
                 one.leave()
 
@@ -550,7 +568,7 @@ class unwatched:
         self._counting = here.counting
         here.watcher = None
         here.counting = watcher if watcher is not None and watcher.counted else None
-        self._mode = torch._C._pop_torch_function_stack()
+        self._mode = _leave_mode()
         self._dynamo: Any = None
         if here.stance is not None:  # as its _set_stance does, without the checks: this is done for every layer
             self._dynamo = sys.modules["torch._dynamo.eval_frame"]
@@ -560,8 +578,36 @@ class unwatched:
     def __exit__(self, *error: object) -> None:
         if self._dynamo is not None:
             self._dynamo._stance = self._eager
-        torch._C._push_on_torch_function_stack(self._mode)
+        _enter_mode(self._mode)
         self._here.watcher, self._here.counting = self._watcher, self._counting
+
+
+def _leave_mode() -> TorchFunctionMode | None:
+    """Let functions be told no more: the watcher's mode, or None where one of the model's own lies over it."""
+    mode: TorchFunctionMode = torch._C._pop_torch_function_stack()
+    if type(mode) is _Functions:
+        return mode
+    torch._C._push_on_torch_function_stack(mode)
+    _current.here.untold += 1
+    return None
+
+
+def _enter_mode(mode: TorchFunctionMode | None) -> None:
+    """What `_leave_mode` did, undone."""
+    if mode is None:
+        _current.here.untold -= 1
+    else:
+        torch._C._push_on_torch_function_stack(mode)
+
+
+@contextmanager
+def _untold() -> Iterator[None]:
+    """Inside: torch functions are not told."""
+    mode = _leave_mode()
+    try:
+        yield
+    finally:
+        _enter_mode(mode)
 
 
 def watcher_here() -> Watcher | None:

@@ -18,11 +18,12 @@ import torch
 from torch import nn
 
 from partitioner.errors import UnsupportedModelError
-from partitioner.logbook import Arguments, Decoder, Encoder, Entry, encoded, num_tensors, pickled, version
+from partitioner.logbook import Arguments, Decoder, Encoder, Entry, Made, encoded, num_tensors, pickled, version
 from partitioner.parts import Part, Payload
 from partitioner.reaching import Change
 from partitioner.recording import ROOT, storage_of
 from partitioner.restore import random_marks, random_states, set_random_states
+from partitioner.shared import Naming
 from partitioner.standins import StandIn, exchange, unrecorded
 from partitioner.structures import tensors_in
 from partitioner.tracing import HOST_READS, AddedHook, Watcher, hook_name, in_transform, may_draw, unwatched
@@ -399,11 +400,11 @@ class Walk(Watcher):
         if counts:
             called = tuple((path, n - counts.get(path, 0)) for path, n in self.num_calls.items())
         states = random_states() if self.drawn else None
+        self.name(f"{call_id}:0", tensors, call_id)
         written, state = given.written(), self.changes_encoded(call_id)
         self.own.append(
             Entry(call_id, call_id, code, written, filled, len(given.tensors), states, counts=called, state=state)
         )
-        self.name(f"{call_id}:0", tensors, call_id)
         return result
 
     def changes_encoded(self, call_id: str) -> tuple[Any, ...]:
@@ -411,9 +412,27 @@ class Walk(Watcher):
         if not changes or self.part.shared is None:
             return ()
         try:
-            return self.part.shared.encoded(changes, f"layer {call_id}")
+            return self.part.shared.encoded(changes, f"layer {call_id}", self.names_of_left())
         except UnsupportedModelError as error:
             raise self.failed(error) from None
+
+    def names_of_left(self) -> Naming:
+        """Names for tensors that a layer has left in Python state, as when it was captured."""
+        known = {id(tensor): name for name in self.alive if (tensor := self.alive[name]()) is not None}
+
+        def name(tensor: torch.Tensor, new: str, is_captured: bool) -> str | None:
+            if isinstance(tensor, StandIn):
+                return tensor.label
+            found = known.get(id(tensor))
+            if not is_captured:
+                return found if found in self.part.wanted else None
+            if found is None:
+                known[id(tensor)] = new
+                self.name(new, [tensor], new)
+                return f"+{new}"
+            return found
+
+        return name
 
     def fire_hooks(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Let hooks that keep tensors for later keep these; the module itself ran on an earlier stage."""
@@ -511,7 +530,14 @@ class Walk(Watcher):
         for path, count in entry.counts:
             self.num_calls[path] += count
         if entry.state and self.part.shared is not None:
-            self.part.shared.apply(entry.state)
+            self.part.shared.apply(entry.state, self.left_behind)
+
+    def left_behind(self, name: str, made: Made) -> torch.Tensor:
+        """The tensor of that name, which an earlier stage's layer has left in Python state."""
+        if name[0] == "+" or name not in self.named:
+            name = name.removeprefix("+")
+            self.named[name] = StandIn(made, name, self.part.device)
+        return self.named[name]
 
     def stand_in_for(self, target: torch.Tensor, moment: str) -> None:
         """An earlier stage wrote into a tensor: from here on its values, and those of its views, are not here."""

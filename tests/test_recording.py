@@ -41,7 +41,7 @@ def test_tensors_know_what_they_are_made_from_and_where_they_are_used() -> None:
     assert mask.pure
     assert [found.nodes[node].id for _, node in mask.uses if node >= 0][-1] == ROOT
     output = next(info for info in found.infos if ("a:0" in [name for _, name in info.names]))
-    assert output.written
+    assert output.writes
     assert not output.pure
     changed = next(info for info in found.infos if any("@" in name for _, name in info.names))
     assert changed.memory == output.memory

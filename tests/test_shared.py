@@ -164,6 +164,5 @@ def test_hooks_may_write_into_what_nothing_reads() -> None:
 def test_what_a_layer_reads_hooks_of_later_stages_may_not_write() -> None:
     case, _ = hooked(scaled=True)
     captured = capture(case.model, case.args, max_share=0.0)
-    stage_of = split(captured, ["2"])
-    with pytest.raises(UnsupportedModelError, match=r"layer 2 .* of stage 1 changes '0.log' .* stage 0 reaches too"):
-        run_cut(case, captured, stage_of, models=[hooked(scaled=True)[0].model for _ in range(2)])
+    assert not possible_cuts(captured)
+    assert all("'0.log' is changed in the forward and read on both sides" in why for why in captured.no_cut.values())

@@ -10,6 +10,7 @@ Sends return at once and receives wait, so any list that `check_schedule` accept
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from partitioner.executor.turns import InTurn, Outputs
 from partitioner.losses import Loss
 from partitioner.microbatches import MicroBatch
 from partitioner.parts import Payload
+from partitioner.reaching import Reach
+from partitioner.renewal import Kept
 from partitioner.schedule import build_schedule, taking_turns
 from partitioner.slicing import Slice, SliceRun, backward_through, gradients_of
 from partitioner.structures import map_tensors
@@ -39,10 +42,16 @@ class WholeModel:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._kept = Kept(Reach(model, lambda path: 1).places.values())
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], received: Mapping[int, Payload]) -> SliceRun:
         """The model's output."""
-        return SliceRun(output=self._model(*args, **kwargs))
+        output = self._model(*args, **kwargs)
+        return SliceRun(output, self._kept.end() if torch.is_grad_enabled() else None)
+
+    def as_after(self, run: SliceRun) -> AbstractContextManager[None]:
+        """As `Slice.as_after`."""
+        return self._kept.as_after(run.then)
 
 
 class Pipeline:
@@ -176,9 +185,11 @@ class Pipeline:
             elif self._mesh.is_last:
                 root = self._roots.pop(k)
                 if share and root.requires_grad:
-                    root.backward()  # type: ignore[no-untyped-call]
+                    with self._part.as_after(run):
+                        root.backward()  # type: ignore[no-untyped-call]
             else:
-                backward_through(run, gradients)
+                with self._part.as_after(run):
+                    backward_through(run, gradients)
             self._reduction.after_backward()
         for source, sender in self._back_to.items():
             self._recorder.sends(source, k)

@@ -51,11 +51,12 @@ def family(name: str) -> dict[str, Callable[[], Any]]:
         from hf_models import HF
 
         return dict(HF)
+    from odd_everyday_models import EVERYDAY
     from odd_models import ODD
     from odder_models import ODDER
     from oddest_models import ODDEST
 
-    return {**ODD, **ODDER, **ODDEST}
+    return {**ODD, **ODDER, **ODDEST, **EVERYDAY}
 
 
 # -- one model
