@@ -243,8 +243,8 @@ class _Here:
         self.stance: Any = None
         """That of torch.compile outside of the watching; None where there is nothing compiled."""
         self.untold = 0
-        """How many blocks are under way in which functions are not told, though the watcher's mode is still entered: the
-        model has entered one of its own after it, which must stay."""
+        """How many blocks are under way in which functions are not told, though the watcher's mode is still entered:
+        the model has entered one of its own after it, which must stay."""
 
 
 class _Current(threading.local):
