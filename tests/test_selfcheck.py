@@ -75,7 +75,7 @@ def test_what_an_earlier_stage_leaves_on_a_module_reaches_a_later_one_only_where
     model = Secret("layers.1", "layers.2")
     assert checked(model, "layers.1") < 1e-6
     assert checked(model, "layers.2") < 1e-6
-    monkeypatch.setattr(SharedState, "apply", lambda self, codes: None)
+    monkeypatch.setattr(SharedState, "apply", lambda self, codes, stand_in: None)
     with pytest.raises(UnsupportedModelError, match=r"cut before layers\.2.*differs by"):
         checked(model, "layers.2")
 
