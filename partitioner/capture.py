@@ -381,7 +381,8 @@ class _Chooser:
             for when, number in uses:
                 is_small = number >= 0 and self.work(self.nodes[number]) <= MAX_CLOSED * self.total
                 if self.zone(when) < last and number in self.heads(when, number) and is_small:
-                    found.add(number)
+                    path = self.nodes[number].path
+                    found |= {other for other, node in enumerate(self.nodes) if node.path == path}
         return found
 
     def heads(self, when: int, number: int) -> list[int]:
