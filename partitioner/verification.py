@@ -158,6 +158,11 @@ def verify(
     expect("steps", steps, int, "a number of steps")
     if steps < 2:
         raise ArgumentError(f"steps={steps}: verify needs 2 or more, the first one warms up")
+    if plan.training.objective != "train":
+        raise ArgumentError(
+            f"this plan is for inference (objective={plan.training.objective!r}), and verify compares training steps: "
+            "plan with objective='train', or compare what stage.eval_step(inputs) returns with the model's output"
+        )
     model = unwrap(model)
     if plan.profile.fingerprint and plan.profile.fingerprint != (found := fingerprint(model)):
         raise PlanMismatchError(

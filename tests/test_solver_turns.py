@@ -216,6 +216,8 @@ def test_every_view_shows_ranks_that_take_turns(tmp_path: Path) -> None:
     assert any("rank 2" in str(event.get("args")) for event in events if event["ph"] == "M")
     mesh = solve(profile, there, training.model_copy(update={"mesh": {"pp": 2}}))
     assert "1 + 2 ranks in turn" in str(plan.compare(mesh))
-    with pytest.raises(NotBuiltError, match="take turns cannot be explored"):
+    with pytest.raises(NotBuiltError, match=r"for inference .* cannot be explored"):
         Exploration(plan)
+    with pytest.raises(NotBuiltError, match=r"for inference .* cannot be explored"):
+        Exploration(mesh)
     assert simulate(plan, microbatches=5).step_s > 0

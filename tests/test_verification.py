@@ -141,6 +141,14 @@ def test_a_plan_of_another_model_is_refused_before_any_rank_starts(
         pt.verify(plan, other, torch.randn(8, 3))
 
 
+def test_a_plan_for_inference_is_refused(tied: tuple[pt.Plan, models.Case, pt.Verification]) -> None:
+    plan, case, _ = tied
+    training = plan.training.model_copy(update={"objective": "throughput", "schedule": "auto"})
+    served = pt.solve(plan.profile, plan.cluster, training)
+    with pytest.raises(pt.ArgumentError, match=r"plan is for inference .* compares training steps"):
+        pt.verify(served, case.model, case.inputs)
+
+
 def test_weights_are_those_of_the_fifth_step_however_many_are_timed(
     tied: tuple[pt.Plan, models.Case, pt.Verification],
 ) -> None:

@@ -29,10 +29,10 @@ class Exploration:
     """Other splits of a plan's model on the plan's own ranks, each predicted when it is asked for."""
 
     def __init__(self, plan: Plan) -> None:
-        if plan.takes_turns:
+        if plan.training.objective != "train":
             raise NotBuiltError(
-                "a plan whose ranks take turns cannot be explored in this version: explore one with a mesh, such as "
-                "mesh={'pp': 2}"
+                f"a plan for inference (objective={plan.training.objective!r}) cannot be explored in this version, "
+                "which predicts training steps: plan other splits with pin= and compare them, plan.compare(other)"
             )
         self.plan = plan
         self.graph = CostGraph(plan.profile)
