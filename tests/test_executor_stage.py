@@ -232,10 +232,43 @@ def test_each_parameter_has_its_optimizer_state_on_one_replica_and_its_new_value
         assert not any(torch.equal(value, case.model.state_dict()[name]) for name, value in one[2].items())
 
 
-@pytest.mark.parametrize("size", [13, 5, 2])
-def test_batches_that_do_not_divide_are_weighted_by_samples(ranks: RankPool, size: int) -> None:
+def closed_on_ranks(plan: Plan, case: Case) -> dict[str, torch.Tensor]:
+    stage = materialize(plan, case.model, loss_fn=case.loss_fn)
+    part = Cutter(0).cut(case.args, {}, case.target, stage.dp_size)[stage.dp_rank]
+    stage.train_step(part.args, part.target)
+    torch.optim.SGD(stage.parameters(), 0.05).step()
+    stage.close()
+    stage.close()
+    assert all(torch.equal(value, stage.module.state_dict()[name]) for name, value in stage.state_dict().items())
+    return {name: parameter.detach().clone() for name, parameter in stage.module.named_parameters()}
+
+
+@pytest.mark.parametrize("level", ["zero1", "zero2"])
+def test_a_stage_that_is_closed_leaves_the_new_values_on_all_replicas(ranks: RankPool, level: Shard) -> None:
     case = mlp()
-    plan = plan_for(case, pp=2, dp=2, microbatches=4)
+    plan = plan_for(case, pp=1, dp=2, shard=(level,))
+    expected = step_on_one_device(case.model, [(case.inputs, case.target)], case.loss_fn)["weights"]
+    for weights in ranks.run(2, closed_on_ranks, plan, case):
+        assert_close(weights, expected)
+
+
+@pytest.mark.parametrize(
+    ("size", "pp", "shard"),
+    [
+        (13, 2, None),
+        (5, 2, None),
+        (2, 2, None),
+        (5, 1, ("zero2",)),
+        (3, 2, ("zero2", "none")),
+        (5, 2, ("none", "zero2")),
+    ],
+)
+def test_batches_that_do_not_divide_are_weighted_by_samples(
+    ranks: RankPool, size: int, pp: int, shard: tuple[Shard, ...] | None
+) -> None:
+    """Of 5 samples one replica has 3 micro-batches, the other 2."""
+    case = mlp()
+    plan = plan_for(case, pp=pp, dp=2, microbatches=4, shard=shard)
     assert_same(ranks, plan, case.model, [(torch.randn(size, 16), torch.randint(0, 16, (size,)))], case.loss_fn)
 
 

@@ -39,6 +39,11 @@ class Failures:
         self._names = {id(module): name for name, module in model.named_modules()}
         self._walk = walk
 
+    @property
+    def failed(self) -> bool:
+        """Whether this rank's part in the mesh has ended with an error."""
+        return bool(self._failed)
+
     @contextmanager
     def caught(self) -> Iterator[None]:
         """Errors inside are raised with their place, and end this rank's part in the mesh."""

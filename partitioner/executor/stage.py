@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from types import TracebackType
@@ -139,6 +140,7 @@ class LiveStage:
         self._outputs: tuple[list[Any], list[int], list[float]] | None = None
         self._num_calls = 0
         self._num_steps = 0
+        self._closed = False
 
     # -- the model
 
@@ -190,7 +192,7 @@ class LiveStage:
 
         Where the stage's replicas divide the optimizer's state, all of them must call it.
         """
-        self._reduction.refresh()
+        self._refresh()
         return self._placement.state_dict()
 
     def full_state_dict(self) -> dict[str, Any] | None:
@@ -241,10 +243,10 @@ class LiveStage:
                 with self._recorder.span("sync") if self._division.divides else nullcontext():
                     self._reduction.begin(len(microbatches))
             part = self._pipeline.train(self._num_calls, microbatches, shares, outputs if self._keep_output else None)
-            loss = self._agreed_loss(part if total else None)
             if self._reduces:
-                with self._recorder.span("sync"):
+                with self._recorder.span("sync"):  # before the loss: replicas with fewer micro-batches owe others sums
                     self._reduction.finish()
+            loss = self._agreed_loss(part if total else None)
             self._outputs = (outputs, [microbatch.samples for microbatch in microbatches], weights)
             self._num_steps += 1
             return loss
@@ -336,7 +338,27 @@ class LiveStage:
     # -- life
 
     def close(self) -> None:
-        """Leave the process groups made here. The model stays as it is: this stage's part of it."""
+        """Leave the process groups made here. The model stays as it is: this stage's part of it.
+
+        Where the stage's replicas divide the optimizer's state, all of them must call it; while an error is on its way
+        out, parameters that another replica keeps up to date keep the values of the last step's start.
+        """
+        if self._closed:
+            return
+        try:
+            if sys.exception() is None and not self._failures.failed:
+                self._refresh()
+        finally:
+            self._leave()
+
+    def _refresh(self) -> None:
+        """Take the values that other replicas keep up to date. A stage that was closed has them, unless it failed."""
+        if self._division.divides and (not self._closed or self._failures.failed):
+            with self._failures.caught():
+                self._reduction.refresh()
+
+    def _leave(self) -> None:
+        self._closed = True
         self._recorder.close()
         self._recomputed.leave()
         self._pipeline.drop()
@@ -350,10 +372,9 @@ class LiveStage:
     ) -> None:
         if error is not None:
             self._failures.note(error)
-        elif self._division.divides:
-            with self._failures.caught():
-                self._reduction.refresh()
-        self.close()
+            self._leave()
+        else:
+            self.close()
 
     # -- inside
 
