@@ -252,6 +252,27 @@ def test_a_stage_that_is_closed_leaves_the_new_values_on_all_replicas(ranks: Ran
         assert_close(weights, expected)
 
 
+def unfrozen_on_ranks(plan: Plan, case: Case) -> None:
+    case.model[2].weight.requires_grad_(False)
+    with materialize(plan, case.model, loss_fn=case.loss_fn) as stage:
+        part = Cutter(0).cut(case.args, {}, case.target, stage.dp_size)[stage.dp_rank]
+        stage.train_step(part.args, part.target)
+        case.model[2].weight.requires_grad_(True)
+        stage.train_step(part.args, part.target)
+
+
+@pytest.mark.parametrize("level", ["none", "zero1", "zero2"])
+def test_a_parameter_that_is_unfrozen_later_is_refused_where_its_gradient_would_not_be_summed(
+    ranks: RankPool, level: Shard
+) -> None:
+    case = mlp()
+    case.model[2].weight.requires_grad_(False)
+    plan = plan_for(case, pp=1, dp=2, shard=(level,))
+    with pytest.raises(RanksFailed) as failed:
+        ranks.run(2, unfrozen_on_ranks, plan, case)
+    assert any(isinstance(error, ArgumentError) and "2.weight" in str(error) for error in failed.value.errors.values())
+
+
 @pytest.mark.parametrize(
     ("size", "pp", "shard"),
     [

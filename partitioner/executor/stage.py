@@ -133,6 +133,9 @@ class LiveStage:
         if plan.num_stages == 1 and plan.num_replicas > 1 and self._trains() and not self._division.divides:
             replicas = Replicas(mesh, placement.model, loss)
         self._reduces = replicas is None
+        self._trained: frozenset[str] | None = None
+        if replicas is not None or self._division.divides:
+            self._trained = frozenset(name for name, one in placement.own.items() if one.requires_grad)
         randomness = Randomness(self._seed, mesh.stage, mesh.replica, mesh.device)
         self._pipeline = Pipeline(mesh, part, loss, randomness, self._recorder, self._reduction, replicas)
         failures.watch(placement.model, self._pipeline)
@@ -235,6 +238,7 @@ class LiveStage:
         """
         with self._failures.caught():
             self._refuse_inference()
+            self._refuse_unfrozen()
             self._recorder.begin()
             microbatches, weights = self._prepared(inputs, target, self._loss)
             total, shares = self._shares(microbatches, weights)
@@ -393,6 +397,18 @@ class LiveStage:
             raise ArgumentError(
                 f"this plan is for inference (objective={self.plan.training.objective!r}), with no memory for a "
                 "backward: use eval_step, or plan with objective='train'"
+            )
+
+    def _refuse_unfrozen(self) -> None:
+        """Who sums which gradients was settled in the beginning: no one would those of a parameter unfrozen since."""
+        if self._trained is None:
+            return
+        late = [name for name, one in self._placement.own.items() if one.requires_grad and name not in self._trained]
+        if late:
+            raise ArgumentError(
+                f"{len(late)} parameters ({late[0]}) are to be trained that were not when the stage was made, and "
+                "replicas would not add up their gradients: save_checkpoint, leave the stage, and materialize the "
+                "unfrozen model; or unfreeze them first, and give the optimizer their parameters later"
             )
 
     def _trains(self) -> bool:
