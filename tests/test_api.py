@@ -330,3 +330,13 @@ def test_replicas_divide_unasked_only_where_it_pays(optimizer_s: float, memory_b
     assert plan.training == training
     exact = pt.solve(profile, there, training)
     assert api._total_s(exact) <= api._total_s(plan) <= api._total_s(exact) / (1 - api.WORTH_DIVIDING)
+    assert plan.gap is not None and plan.lower_bound_s <= api._total_s(exact)
+
+
+def test_a_plan_that_divides_nothing_says_how_much_shorter_another_would_be() -> None:
+    profile = chain([1e-2] * 8, parameter_bytes=400_000, optimizer_s=0.012)
+    training = Training(batch_size=8, shard="auto", mesh={"pp": 2, "dp": 2})
+    plan, exact = api._solved(profile, cluster(4), training), pt.solve(profile, cluster(4), training)
+    assert {stage.shard for stage in plan.stages} == {"none"} and {stage.shard for stage in exact.stages} == {"zero1"}
+    assert plan.gap == pytest.approx(api._total_s(plan) / api._total_s(exact) - 1) and plan.gap > 1e-3
+    assert any(reason.startswith("replicas keep all: dividing what they keep (zero1)") for reason in plan.why)
