@@ -20,7 +20,7 @@ import sys
 import sysconfig
 from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -64,6 +64,8 @@ class Place:
         self.mask = self.readers = 0
         self.readers_by_key: dict[Any, int] = {}
         """Of attributes that code reads where it does not read the rest."""
+        self.twins: dict[Any, list[tuple[Place, Any]]] = {}
+        """By key, other places that hold a tensor or array in the same memory, and under which key."""
 
     def readers_of(self, key: Any) -> int:
         """Stages whose code may read what is held under `key`."""
@@ -72,7 +74,17 @@ class Place:
     @property
     def is_shared(self) -> bool:
         """Whether it is read, and code of more than one stage leads to it."""
-        return bool(self.readers or self.readers_by_key) and bool(self.mask & (self.mask - 1))
+        mask = functools.reduce(int.__or__, (one.mask for some in self.twins.values() for one, _ in some), self.mask)
+        return bool(self.readers or self.readers_by_key or self.twins) and bool(mask & (mask - 1))
+
+    def readers_of_contents(self, key: Any) -> int:
+        """Stages whose code may read what the tensor or array under `key` holds, by whichever name."""
+        found = self.readers_of(key)
+        held = _memory(dict(self.items()).get(key)) if key in self.twins else None
+        for other, name in self.twins.get(key, ()):
+            if held is not None and _memory(dict(other.items()).get(name)) == held:
+                found |= other.readers_of(name)
+        return found
 
     def widen(self, mask: int) -> None:
         """Let code of these stages read it too."""
@@ -350,6 +362,19 @@ class Reach:
         """The first places are the model's own; those after them are outside of it, where its code leads."""
         for mask, (path, module) in zip(masks, modules, strict=True):
             self._code_of(module, mask, path)
+        self._pair()
+
+    def _pair(self) -> None:
+        """Let places know which others hold tensors and arrays in the same memory: in place they change together."""
+        holders: dict[int, list[tuple[Place, Any]]] = {}
+        for place in self.places.values():
+            if not isinstance(place, SequencePlace):
+                for key, value in place.items():
+                    if (memory := _memory(value)) is not None:
+                        holders.setdefault(memory, []).append((place, key))
+        for held in holders.values():
+            for place, key in held if len(held) > 1 else ():
+                place.twins[key] = [one for one in held if one[0] is not place]
 
     def enter(self, value: Any, place: Place, key: Any) -> None:
         """Follow what has come into a place under `key`."""
@@ -402,8 +427,10 @@ class Reach:
                 self._value(part, f"{name}[{k}]", attribute, mask, depth + 1)
         elif isinstance(value, dict):
             self._enter(value, DictPlace, name, attribute, mask, depth)
+            self._own_attributes(value, name, attribute, mask, depth)
         elif isinstance(value, (list, deque, set)):
             self._enter(value, SequencePlace, name, attribute, mask, depth)
+            self._own_attributes(value, name, attribute, mask, depth)
         elif isinstance(value, (FunctionType, MethodType, functools.partial)):
             self._callable(value, name, mask, depth + 1)
         elif type(value) in _HOLDERS:
@@ -412,6 +439,13 @@ class Reach:
             self._enter(value, Place, name, attribute, mask, depth)
             if self._reading and not _is_installed(type(value).__module__):
                 self._class(type(value), mask, depth + 1)
+
+    def _own_attributes(self, value: Any, name: str, attribute: str, mask: int, depth: int) -> None:
+        """Those that a container of the user's class has beside its items."""
+        cls: Any = type(value)
+        held = getattr(value, "__dict__", None)
+        if held is not value and isinstance(held, dict) and is_python_class(cls) and not _is_foreign(cls.__module__):
+            self._enter(held, DictPlace, f"{name}.__dict__", attribute, mask, depth)
 
     @contextmanager
     def _as_read(self, reads: frozenset[str] | None, value: Any, mask: int, depth: int) -> Iterator[None]:
@@ -594,6 +628,16 @@ def _content(cell: CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # not yet set
         return _MISSING
+
+
+def _memory(value: Any) -> int | None:
+    """Where a tensor's or array's values lie; None for others and for parameters, which are followed by themselves."""
+    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+        with torch._C.DisableTorchFunction(), suppress(NotImplementedError, RuntimeError):  # some have no memory
+            if value.layout == torch.strided:
+                return int(value.untyped_storage()._cdata)
+        return id(value)
+    return id(value) if _is_comparable(value) else None
 
 
 def _is_comparable(value: Any) -> bool:

@@ -4,13 +4,17 @@ In a pipeline several forwards come first. What they change of buffers and attri
 
     a backward needs a tensor that was saved       it has moved to memory of its own at the end of its forward
     a checkpoint runs again, or a hook reads       values are put back for as long as the backward runs
+
+What the backward changes of them then stays changed, in what forwards since have left too.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -22,6 +26,9 @@ from partitioner.reaching import GONE, Place, SequencePlace, Watched
 from partitioner.standins import exchange, unrecorded
 from partitioner.structures import is_same
 
+MAX_BYTES = 1 << 16
+"""Of a tensor, to know what it held before a forward changes it for the first time."""
+
 _ONE_OWNER = 2
 """References to a storage that nothing else looks at: its tensor's, and that of who asks."""
 
@@ -30,16 +37,25 @@ class Then:
     """What forwards change of a model, as one of them left it: values of places by key, and of tensors."""
 
     def __init__(
-        self, values: dict[tuple[int, Any], tuple[Place, Any, Any]], tensors: list[tuple[torch.Tensor, torch.Tensor]]
+        self,
+        values: dict[tuple[int, Any], tuple[Place, Any, Any]],
+        tensors: list[tuple[torch.Tensor, torch.Tensor]],
+        all_of_them: WeakSet[Then],
     ) -> None:
-        self._values, self._tensors = values, tensors
+        """`all_of_them`: those of all forwards whose backwards are to come; it is added to them."""
+        self._values, self._tensors, self._all = values, tensors, all_of_them
+        all_of_them.add(self)
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
-        """Inside: all is as it was then. What the block adds to numbers is added to what they are now."""
+        """Inside: all is as it was then.
+
+        What the block adds to numbers is added to what they are now; what it takes out of lists is taken out of them
+        as they are now, and as later forwards left them.
+        """
         with torch._C.DisableTorchFunction(), torch.no_grad():
             values = [(place, key, then, _held(place, key)) for place, key, then in self._values.values()]
-            values = [one for one in values if not is_same(one[2], one[3])]
+            values = [one for one in values if not _is_alike(one[2], one[3])]
             tensors = [(tensor, then, tensor.detach().clone()) for tensor, then in self._tensors]
             for place, key, then, _ in values:
                 _put(place, key, then)
@@ -54,17 +70,37 @@ class Then:
                     tensor.data.copy_(now if version(tensor) == mark else now + (tensor - then))
                 for place, key, then, now in values:
                     after = _held(place, key)
+                    if isinstance(place, SequencePlace):
+                        _put(place, key, _merged(then, after, now))
+                        self._tell_others(place, key, then, after)
+                        continue
                     counted = all(type(one) in (int, float) for one in (then, now, after))
                     _put(place, key, now + (after - then) if counted else now)
+
+    def add(self, place: Place, key: Any, value: Any) -> None:
+        """Something is changed for the first time by a later forward: after this one it was `value` still."""
+        self._values.setdefault((id(place), key), (place, key, value))
+
+    def add_tensor(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """Likewise a tensor."""
+        if all(known is not tensor for known, _ in self._tensors):
+            self._tensors.append((tensor, value))
+
+    def _tell_others(self, place: Place, key: Any, then: list[Any], after: list[Any]) -> None:
+        """A list was changed by this one's backward: as on one device, those after it find it so."""
+        if _is_alike(then, after):
+            return
+        for other in self._all:
+            if other is not self and (id(place), key) in other._values:
+                *_, theirs = other._values[id(place), key]
+                other._values[id(place), key] = (place, key, _merged(then, after, theirs))
 
 
 class Kept:
     """All that a model keeps in places, and what of it forwards change."""
 
     def __init__(self, places: Iterable[Place]) -> None:
-        self._watched = [
-            Watched(place) for place in places if place.may_change and not isinstance(place, SequencePlace)
-        ]
+        self._watched = [Watched(place) for place in places if place.may_change]
         held = [value for one in self._watched for _, value in one.items if isinstance(value, torch.Tensor)]
         found = {id(tensor): tensor for tensor in held if not isinstance(tensor, nn.Parameter)}
         self._tensors = [tensor for tensor in found.values() if is_sendable(tensor) and not tensor.requires_grad]
@@ -72,10 +108,13 @@ class Kept:
         self._glance = Glance(self._watched)
         self._values: dict[tuple[int, Any], tuple[Place, Any]] = {}
         self._moving: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.latest: Then | None = None
+        self._contents = {id(one): one.clone() for one in self._tensors if one.nbytes <= MAX_BYTES}
+        """Of small tensors that no forward has changed yet."""
+        self._all: WeakSet[Then] = WeakSet()
+        self.latest = Then({}, [], self._all)
 
-    def end(self) -> Then | None:
-        """A forward is over: what it has left; None where forwards change nothing."""
+    def end(self) -> Then:
+        """A forward is over: what it has left; the same as the one before where forwards change nothing."""
         with torch._C.DisableTorchFunction(), torch.no_grad(), unrecorded():
             if self._glance.is_still():
                 return self.latest
@@ -84,10 +123,13 @@ class Kept:
                 if one.is_touched():
                     for change in one.changes():
                         if not change.content and not isinstance(change.now, nn.Module):
+                            if (id(one.place), change.key) not in self._values:
+                                for pending in self._all:
+                                    pending.add(one.place, change.key, change.before)
                             self._values[id(one.place), change.key] = (one.place, change.key)
             self._glance = Glance(self._watched)
             now = {name: (place, key, _held(place, key)) for name, (place, key) in self._values.items()}
-            self.latest = Then(now, list(self._moving.values()))
+            self.latest = Then(now, list(self._moving.values()), self._all)
         return self.latest
 
     def as_after(self, then: Then | None) -> AbstractContextManager[None]:
@@ -102,6 +144,10 @@ class Kept:
                 value = tensor.clone()
                 become(tensor, value)  # whether or not it could: `value` holds what the tensor does
                 self._moving[id(tensor)] = (tensor, value)
+                if id(tensor) in self._contents:
+                    was = self._contents.pop(id(tensor))
+                    for pending in self._all:
+                        pending.add_tensor(tensor, was)
         self._versions = list(map(version, self._tensors))
 
 
@@ -122,7 +168,35 @@ def become(tensor: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 def _held(place: Place, key: Any) -> Any:
-    return dict(place.items()).get(key, GONE)
+    return list(place.parts()) if isinstance(place, SequencePlace) else dict(place.items()).get(key, GONE)
+
+
+def _is_alike(one: Any, other: Any) -> bool:
+    """Whether they are the same, or lists of the same."""
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    return is_same(one, other)
+
+
+def _merged(then: list[Any], after: list[Any], now: list[Any]) -> list[Any]:
+    """`now`, changed as `then` was to become `after`.
+
+    >>> _merged([1, 2], [1], [1, 2, 3]), _merged([1, 2], [1, 2, 9], [2, 3])
+    ([1, 3], [2, 3, 9])
+    """
+    if _is_alike(then, after):
+        return now
+    if _is_alike(now[: len(then)], then):
+        return after + now[len(then) :]
+    before, left = Counter(map(id, then)), Counter(map(id, after))
+    gone, come = before - left, left - before
+    kept = []
+    for one in now:
+        if gone[id(one)] > 0:
+            gone[id(one)] -= 1
+        else:
+            kept.append(one)
+    return kept + [one for one in after if come[id(one)] > 0]
 
 
 def _put(place: Place, key: Any, value: Any) -> None:

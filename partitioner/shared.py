@@ -270,6 +270,8 @@ class SharedState:
         name = change.place.attribute_of(change.key)
         if isinstance(change.place, BufferPlace) and name in self._buffers:
             return self._buffers[name]
+        if change.content and change.place.twins:
+            return self._readers.get(name, 0) | change.place.readers_of_contents(change.key)
         return self._readers.get(name, change.place.readers_of(change.key))
 
     def _follow(self, changes: Sequence[Change]) -> None:

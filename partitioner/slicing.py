@@ -40,6 +40,8 @@ class SliceRun:
     output: Any = None
     then: Then | None = None
     """What the forward has left of what forwards change."""
+    inputs_written: bool = False
+    """On the last stage: whether an earlier one has written into the model's inputs."""
     sends: dict[int, Payload] = field(default_factory=dict)
     leaves: dict[int, list[torch.Tensor | None]] = field(default_factory=dict)
 
@@ -92,8 +94,8 @@ class Slice(Part):
                 meter.end(walk.survivors)
             if self.stage + 1 == self.num_stages:
                 walk.refuse_stand_ins(output)
-                return SliceRun(output, then, leaves=walk.leaves)
-            return SliceRun(None, then, walk.collect(ended_early), walk.leaves)
+                return SliceRun(output, then, walk.inputs_written, leaves=walk.leaves)
+            return SliceRun(None, then, sends=walk.collect(ended_early), leaves=walk.leaves)
         finally:
             walk.put_back()
 

@@ -259,3 +259,12 @@ def described(value: Any) -> str:
     if value is None or isinstance(value, (bool, int, float)):
         return str(value)
     return f"a {type(value).__name__}"
+
+
+def share_memory(one: Any, other: Any) -> bool:
+    """Whether a tensor in one structure lies where a tensor in the other does."""
+    here, there = (
+        {t.untyped_storage().data_ptr() for t in tensors_in(value) if t.layout == torch.strided and t.numel()}
+        for value in (one, other)
+    )
+    return bool((here & there) - {0})

@@ -52,6 +52,18 @@ class Slotted:
         self.value = 1.0
 
 
+class Table(dict[str, float]):
+    """A dict with an attribute beside its items."""
+
+    scale = 1.0
+
+
+class Rows(list[float]):
+    """Likewise a list."""
+
+    scale = 1.0
+
+
 class Kind:
     """How something is kept (`made`), changed and read, given the module that does it; None: made by the model."""
 
@@ -129,6 +141,10 @@ KINDS: dict[str, Kind] = {
     "list_in_a_dataclass": Kind(Settings, lambda s: s.names.append("b"), lambda s: float(len(s.names))),
     "tensor_replaced": Kind(_tensor_holder, _replaced, lambda h: h.value),
     "tensor_filled": Kind(_tensor_holder, lambda h: h.value.fill_(3.0), lambda h: h.value.clone()),
+    "tensor_of_two": Kind(lambda: torch.ones(D), lambda t: t.fill_(3.0), lambda t: t.clone()),
+    "tensor_of_two_set": Kind(lambda: torch.ones(D), lambda t: t.set_(torch.full((D,), 3.0)), lambda t: t.clone()),
+    "attribute_of_a_dict": Kind(Table, lambda t: setattr(t, "scale", 3.0), lambda t: t.scale),
+    "attribute_of_a_list": Kind(Rows, lambda t: setattr(t, "scale", 3.0), lambda t: t.scale),
     "array": Kind(lambda: np.ones(2), lambda a: a.fill(3.0), lambda a: float(a[0])),
     "closure": Kind(_closure, lambda c: c[0](), lambda c: c[1]()),
     "cache_by_shape": Kind(dict, lambda d: d.update({(4, D): torch.full((D,), 3.0)}), lambda d: d.get((4, D), 1.0)),
@@ -149,7 +165,7 @@ class Layer(nn.Module):
 
     def __init__(self, kind: Kind, kept: Any, does: str, on: str) -> None:
         super().__init__()
-        self.inner, self.kept, self.does, self.on = lin(), kept, does, on
+        self.inner, self.kept, self.does, self.on = lin(), kept if does else None, does, on
         self.change, self.read = kind.change, kind.read
         self.calls = 0
 

@@ -676,3 +676,23 @@ def test_the_timeline_shows_every_action_of_every_rank_in_order(ranks: RankPool)
         assert times[2, "B", k].end_s <= times[0, "B", k].start_s
         assert times[0, "send", k].end_s <= times[2, "F", k].start_s
     assert min(s.start_s for s in got[0].spans) == 0.0
+
+
+class Clamping(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.clamp_(-0.5, 0.5)
+
+
+@pytest.mark.parametrize("is_copy", [True, False])
+def test_a_target_in_the_memory_of_inputs_that_are_written_is_refused(ranks: RankPool, is_copy: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Clamping(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    x = torch.randn(8, 6)
+    case = Case(model, (x,), target=x.clone(), loss_fn=nn.functional.mse_loss)
+    plan = plan_for(case, pp=2, microbatches=2)
+    batch = ((x,), x.clone() if is_copy else x)
+    if is_copy:
+        ranks.run(2, step_on_ranks, plan, model, [batch], case.loss_fn)
+        return
+    with pytest.raises(RanksFailed, match="the target lies in their memory"):
+        ranks.run(2, step_on_ranks, plan, model, [batch], case.loss_fn)

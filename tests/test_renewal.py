@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -89,11 +92,105 @@ def test_numbers_that_a_backward_counts_up_stay_counted() -> None:
     assert (model.calls, float(model.steps)) == (4, 4.0)
 
 
+class Stack(nn.Module):
+    """Multiplies by its input, which its backward takes from a list or another container."""
+
+    def __init__(self, kept: Any, take: Callable[[Any], torch.Tensor]) -> None:
+        super().__init__()
+        self.inner, self.kept, self.take = nn.Linear(3, 3), kept, take
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = _Multiply.apply(self.inner(x), self)
+        return found
+
+
+class _Multiply(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, stack: Stack) -> torch.Tensor:
+        ctx.stack = stack
+        stack.kept.append(x.detach())
+        return x.square() / 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0] * ctx.stack.take(ctx.stack.kept), None
+
+
+TAKES: dict[str, tuple[Callable[[], Any], Callable[[Any], torch.Tensor], int]] = {
+    "the last one of a list": (list, lambda kept: kept[-1], 4),
+    "the last one off a list": (list, lambda kept: kept.pop(), 0),
+    "the first one off a list": (list, lambda kept: kept.pop(0), 0),
+    "the last one of a short deque": (lambda: deque(maxlen=2), lambda kept: kept[-1], 2),
+    "the first one off a deque": (deque, lambda kept: kept.popleft(), 0),
+}
+
+
+@pytest.mark.parametrize("how", TAKES)
+@pytest.mark.parametrize("order", ["F0 B0 F1 B1 F2 B2 F3 B3", "F0 F1 F2 F3 B0 B1 B2 B3", "F0 F1 B0 F2 B1 F3 B2 B3"])
+def test_a_backward_finds_lists_as_its_forward_left_them(how: str, order: str) -> None:
+    make, take, left = TAKES[how]
+    torch.manual_seed(0)
+    model = Stack(make(), take)
+    samples, kept = torch.randn(4, 2, 3), kept_of(model)
+    losses: dict[str, tuple[torch.Tensor, Then | None]] = {}
+    for action in order.split():
+        if action[0] == "F":
+            losses[action[1]] = (model(samples[int(action[1])]).sum(), kept.end())
+        else:
+            loss, then = losses.pop(action[1])
+            with kept.as_after(then):
+                loss.backward()
+            del loss, then
+    gradient = model.inner.weight.grad
+    model.zero_grad()
+    (model.inner(samples).square() / 2).sum().backward()
+    torch.testing.assert_close(gradient, model.inner.weight.grad)
+    assert len(model.kept) == left
+
+
 def test_nothing_is_kept_of_a_model_that_changes_nothing() -> None:
     model = nn.Linear(2, 2)
     kept = kept_of(model)
     model(torch.randn(1, 2))
-    assert kept.end() is None
+    then = kept.end()
+    assert kept.end() is then and isinstance(kept.as_after(then), nullcontext)
+
+
+class Late(nn.Module):
+    """Changes an attribute and a buffer from its third forward on, and runs again with what it finds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls, self.factor = nn.Linear(3, 3), [0], 1.0
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, x: torch.Tensor, is_late: bool) -> torch.Tensor:
+        if is_late:
+            self.factor += 1
+            self.scale *= 3
+        found: torch.Tensor = checkpoint(self.body, x, use_reentrant=False)
+        return found
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(x) * self.factor) * self.scale
+
+
+def test_backwards_from_before_the_first_change_find_what_was_there() -> None:
+    expected: list[torch.Tensor] = []
+    for in_turn in (True, False):
+        torch.manual_seed(0)
+        model = Late()
+        kept, pending = kept_of(model), []
+        for k, sample in enumerate(torch.randn(4, 2, 3)):
+            pending.append((model(sample, k >= 2).sum(), kept.end()))
+            if in_turn:
+                pending.pop()[0].backward()
+        for loss, then in pending:
+            with kept.as_after(then):
+                loss.backward()
+        assert model.factor == 3.0 and float(model.scale[0]) == 9.0
+        expected.append(model.inner.weight.grad)  # type: ignore[arg-type]
+    torch.testing.assert_close(*expected)
 
 
 def test_memory_that_others_look_at_stays_where_it_is() -> None:

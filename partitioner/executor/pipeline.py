@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from partitioner.actions import Action
+from partitioner.errors import UnsupportedModelError
 from partitioner.executor.mesh import Mesh
 from partitioner.executor.randomness import Randomness
 from partitioner.executor.recorder import Recorder
@@ -30,7 +31,7 @@ from partitioner.reaching import Reach
 from partitioner.renewal import Kept
 from partitioner.schedule import build_schedule, taking_turns
 from partitioner.slicing import Slice, SliceRun, backward_through, gradients_of
-from partitioner.structures import map_tensors
+from partitioner.structures import map_tensors, share_memory
 from partitioner.wire import Receiver, Sender, Tag
 
 
@@ -164,6 +165,11 @@ class Pipeline:
                 self._runs[k] = SliceRun()
                 return part, output
             run = self._part.run(args, kwargs, received)
+            if run.inputs_written and share_memory(target, (microbatch.args, microbatch.kwargs)):
+                raise UnsupportedModelError(
+                    "the forward writes into its inputs on an earlier stage, and the target lies in their memory: here "
+                    "it would be as it was before. Give the loss a copy, target=x.clone()"
+                )
             loss = self._loss.of(run.output, target)
             output, run.output = run.output, None
         self._runs[k], self._roots[k] = run, loss * share
