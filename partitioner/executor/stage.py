@@ -149,8 +149,10 @@ class LiveStage:
 
     @property
     def module(self) -> nn.Module:
-        """The whole model; parameters of other stages are placeholders. Where the stage's replicas divide the optimizer's
-        state, those that another one keeps are as the last step found them, until `state_dict` or a step fetches them.
+        """The whole model; parameters of other stages are placeholders.
+
+        Where the stage's replicas divide the optimizer's state, those that another one keeps are as the last step found
+        them, until `state_dict` or a step fetches them.
         """
         return self._placement.model
 
