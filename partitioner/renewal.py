@@ -55,6 +55,7 @@ class Then:
         """
         with torch._C.DisableTorchFunction(), torch.no_grad():
             values = [(place, key, then, _held(place, key)) for place, key, then in self._values.values()]
+            unchanged = [one for one in values if _is_alike(one[2], one[3])]
             values = [one for one in values if not _is_alike(one[2], one[3])]
             tensors = [(tensor, then, tensor.detach().clone()) for tensor, then in self._tensors]
             for place, key, then, _ in values:
@@ -76,6 +77,9 @@ class Then:
                         continue
                     counted = all(type(one) in (int, float) for one in (then, now, after))
                     _put(place, key, now + (after - then) if counted else now)
+                for place, key, then, _ in unchanged:
+                    if then is not GONE and _held(place, key) is GONE:
+                        self._drop_in_others(place, key, then)
 
     def add(self, place: Place, key: Any, value: Any) -> None:
         """Something is changed for the first time by a later forward: after this one it was `value` still."""
@@ -85,6 +89,13 @@ class Then:
         """Likewise a tensor."""
         if all(known is not tensor for known, _ in self._tensors):
             self._tensors.append((tensor, value))
+
+    def _drop_in_others(self, place: Place, key: Any, then: Any) -> None:
+        """What this one's backward took out of a dict is gone for those after it."""
+        for other in self._all:
+            known = other._values.get((id(place), key))
+            if known is not None and known[2] is then:
+                other._values[id(place), key] = (place, key, GONE)
 
     def _tell_others(self, place: Place, key: Any, then: list[Any], after: list[Any]) -> None:
         """A list was changed by this one's backward: as on one device, those after it find it so."""

@@ -148,6 +148,43 @@ def test_a_backward_finds_lists_as_its_forward_left_them(how: str, order: str) -
     assert len(model.kept) == left
 
 
+class _Taken(torch.autograd.Function):
+    """Keeps its input in a dict of the module's under a number, and takes it out in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, module: Any) -> torch.Tensor:
+        module.calls += 1
+        ctx.number, ctx.module = module.calls, module
+        module.kept[ctx.number] = x.detach()
+        return x.square() / 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        taken = ctx.module.kept.pop(ctx.number)
+        return gradients[0] * taken * (1 + len(ctx.module.kept)), None
+
+
+@pytest.mark.parametrize("order", ["F0 F1 F2 F3 B0 B1 B2 B3", "F0 F1 B0 F2 B1 F3 B2 B3"])
+def test_what_a_backward_takes_out_of_a_dict_is_gone_for_the_next(order: str) -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Linear(3, 3)
+    model.calls, model.kept = 0, {}
+    samples, kept, pending = torch.randn(4, 2, 3), kept_of(model), {}
+    for action in order.split():
+        if action[0] == "F":
+            pending[action[1]] = (_Taken.apply(model(samples[int(action[1])]), model).sum(), kept.end())
+        else:
+            loss, then = pending.pop(action[1])
+            with kept.as_after(then):
+                loss.backward()
+            del loss, then
+    gradient = model.weight.grad
+    model.zero_grad()
+    (model(samples).square() / 2).sum().backward()
+    torch.testing.assert_close(gradient, model.weight.grad)
+    assert not model.kept
+
+
 def test_nothing_is_kept_of_a_model_that_changes_nothing() -> None:
     model = nn.Linear(2, 2)
     kept = kept_of(model)
