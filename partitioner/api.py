@@ -117,6 +117,11 @@ def partition(
         samples = Cutter(batch_dim).batch_size(args, kwargs)
         if not samples:
             raise ArgumentError(f"the inputs hold 0 samples along dimension {batch_dim}: pass a batch of 1 or more")
+        if lists := Cutter(batch_dim).lists_cut(args, kwargs, example_target):
+            notes.append(
+                f"{', '.join(lists)}: a list in it has as many items as the batch has samples ({samples}), so it is "
+                "cut into micro-batches with them; where that is chance, pass a tuple"
+            )
         size = samples if batch_size is None else int(batch_size)
         cluster, device = _cluster(gpus, profile is not None, notes)
         training = Training(

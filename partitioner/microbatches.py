@@ -1,8 +1,8 @@
 """Cut a batch into micro-batches along its batch dimension, and put their outputs together again.
 
-A tensor is cut when its size along the batch dimension is the batch size, which is that of the first tensor. So is a
-list with an item for each sample, such as the boxes of each image. All others (position tables, scalars) and everything
-that is no tensor go whole to each micro-batch.
+A tensor or NumPy array is cut when its size along the batch dimension is the batch size, which is that of the first
+tensor. So is a list with an item for each sample: the boxes of each image, lengths, texts. All others (position tables,
+scalars, tuples of numbers such as an image's size) go whole to each micro-batch.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from partitioner.errors import ArgumentError, NotBuiltError
-from partitioner.structures import described, map_tensors, tensors_in
+from partitioner.structures import described, opened, tensors_in
 
 BatchDims = Mapping[str | int, int | None]
 """Argument name or position -> its own batch dimension, None: never cut. "target" is the target."""
@@ -105,16 +106,20 @@ class Cutter:
     def _parts(self, key: str | int, value: Any, size: int, spans: list[tuple[int, int]]) -> list[Any]:
         """One argument for each micro-batch; the very same object where nothing in it is cut."""
         dim = self.special.get(key, self.batch_dim)
-        if dim is not None and _is_list_of_samples(value, dim, size):
-            return [value[start : start + length] for start, length in spans]
-        if dim is None or not any(_is_cut(tensor, dim, size) for tensor in tensors_in(value)):
+        if dim is None or not _holds_samples(value, dim, size):
             return [value] * len(spans)
         _refuse_packed(value)
+        return [_some(value, dim, size, *span) for span in spans]
 
-        def part(start: int, length: int) -> Any:
-            return map_tensors(value, lambda t: _slice(t, dim, start, length) if _is_cut(t, dim, size) else t)
-
-        return [part(*span) for span in spans]
+    def lists_cut(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> list[str]:
+        """Arguments that hold a list without tensors which is cut, as it has as many items as the batch has samples."""
+        size = self.batch_size(args, kwargs)
+        arguments: list[tuple[str | int, Any]] = [*enumerate(args), *kwargs.items(), ("target", target)]
+        return [
+            f"argument {key}" if isinstance(key, int) else key
+            for key, value in arguments
+            if (dim := self.special.get(key, self.batch_dim)) is not None and _holds_list(value, dim, size)
+        ]
 
 
 def usual_sizes(batch: int) -> tuple[int, ...]:
@@ -129,27 +134,56 @@ def usual_sizes(batch: int) -> tuple[int, ...]:
     return tuple(sorted({min(batch, small), min(batch, max(2 * small, batch // 2))}))
 
 
-def _is_cut(tensor: torch.Tensor, dim: int, size: int) -> bool:
-    return tensor.dim() > dim and tensor.shape[dim] == size
+def _is_cut(tensor: torch.Tensor | np.ndarray[Any, Any], dim: int, size: int) -> bool:
+    return tensor.ndim > dim and tensor.shape[dim] == size
 
 
-def _slice(tensor: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor:
-    """Some samples, in the batch's own memory, with a version of their own.
+def _holds_samples(value: Any, dim: int, size: int) -> bool:
+    """Whether anything in it is cut."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return _is_cut(value, dim, size)
+    if _is_list_of_samples(value, dim, size):
+        return True
+    inside = opened(value)
+    return inside is not None and any(_holds_samples(part, dim, size) for part in inside.parts)
+
+
+def _holds_list(value: Any, dim: int, size: int) -> bool:
+    """Whether a list of samples that are no tensors is in it."""
+    if _is_list_of_samples(value, dim, size):
+        return not tensors_in(value)
+    inside = opened(value)
+    return inside is not None and any(_holds_list(part, dim, size) for part in inside.parts)
+
+
+def _some(value: Any, dim: int, size: int, start: int, length: int) -> Any:
+    """Some samples of it. Tensors stay in the batch's own memory, with a version of their own.
 
     As plain views all would count as changed when a forward writes into one of them (labels.clamp_()), and the backward
     of those before it would fail.
     """
-    part = tensor.narrow(dim, start, length)
-    return part if part.requires_grad else part.data
+    if isinstance(value, torch.Tensor):
+        if not _is_cut(value, dim, size):
+            return value
+        part = value.narrow(dim, start, length)
+        return part if part.requires_grad else part.data
+    if isinstance(value, np.ndarray):
+        return value[(slice(None),) * dim + (slice(start, start + length),)] if _is_cut(value, dim, size) else value
+    if _is_list_of_samples(value, dim, size):
+        return value[start : start + length]
+    inside = opened(value)
+    return value if inside is None else inside.built([_some(part, dim, size, start, length) for part in inside.parts])
 
 
 def _is_list_of_samples(value: Any, dim: int, size: int) -> bool:
-    """A list with as many items as samples, of dicts or of tensors that are not themselves batches."""
+    """A list with as many items as samples, none of which is itself a batch; a tuple only of dicts or of tensors."""
     if not isinstance(value, (list, tuple)) or len(value) != size or hasattr(value, "_fields"):
         return False
+    if all(isinstance(item, torch.Tensor) for item in value):
+        return not all(_is_cut(tensor, dim, size) for tensor in value)
     if all(isinstance(item, Mapping) for item in value):
         return True
-    return all(isinstance(item, torch.Tensor) for item in value) and not all(_is_cut(t, dim, size) for t in value)
+    return isinstance(value, list) and not any(_holds_samples(item, dim, size) for item in value)
 
 
 def _refuse_packed(value: Any) -> None:

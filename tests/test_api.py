@@ -340,3 +340,21 @@ def test_a_plan_that_divides_nothing_says_how_much_shorter_another_would_be() ->
     assert {stage.shard for stage in plan.stages} == {"none"} and {stage.shard for stage in exact.stages} == {"zero1"}
     assert plan.gap == pytest.approx(api._total_s(plan) / api._total_s(exact) - 1) and plan.gap > 1e-3
     assert any(reason.startswith("replicas keep all: dividing what they keep (zero1)") for reason in plan.why)
+
+
+class EachByItsOwn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, scales: list[float]) -> torch.Tensor:
+        hidden = self.first(x)
+        return self.second(torch.stack([row * scale for row, scale in zip(hidden, scales, strict=True)]))
+
+
+def test_a_list_with_an_item_for_each_sample_is_cut_and_named() -> None:
+    inputs = torch.randn(8, 4), [float(k) for k in range(8)]
+    plan = pt.partition(
+        EachByItsOwn(), inputs, gpus=2, mesh={"pp": 2}, microbatches=4, loss_fn=lambda out, _: out.square().mean()
+    )
+    assert any(reason.startswith("argument 1: a list in it has as many items") for reason in plan.why)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -149,3 +150,31 @@ def test_a_list_with_an_item_for_each_sample_is_cut_with_them() -> None:
     assert [float(mask.mean()) for mask in second.kwargs["masks"]] == [2.0, 3.0]
     assert [tuple(one.shape) for one in first.kwargs["features"]] == [(2, 2), (2, 3), (2, 5), (2, 7)]
     assert second.kwargs["sizes"] == [1, 2]
+
+
+def test_what_is_no_tensor_is_cut_where_it_has_an_item_for_each_sample() -> None:
+    """As on one device, where a loop over the samples of the batch finds each one's own."""
+    scale, table = np.arange(8.0), np.arange(6)
+    kwargs = {
+        "x": torch.arange(8.0),
+        "scale": scale,
+        "table": table,
+        "lengths": [5, 3, 2, 2, 4, 1, 1, 6],
+        "nested": {"texts": [f"text {k}" for k in range(8)], "name": "x", "tokens": [[k] * k for k in range(8)]},
+        "size": (8, 8),
+        "corners": (0, 1, 2, 3, 4, 5, 6, 7),
+    }
+    parts = Cutter().cut((), kwargs, list(range(8)), 3)
+    assert [part.kwargs["lengths"] for part in parts] == [[5, 3, 2], [2, 4, 1], [1, 6]]
+    assert [part.target for part in parts] == [[0, 1, 2], [3, 4, 5], [6, 7]]
+    assert np.array_equal(np.concatenate([part.kwargs["scale"] for part in parts]), scale)
+    assert [text for part in parts for text in part.kwargs["nested"]["texts"]] == kwargs["nested"]["texts"]
+    assert parts[2].kwargs["nested"]["tokens"] == [[6] * 6, [7] * 7] and parts[2].kwargs["nested"]["name"] == "x"
+    for part in parts:
+        assert part.kwargs["table"] is table and part.kwargs["size"] == (8, 8) and len(part.kwargs["corners"]) == 8
+    total = sum(float(x) * s for x, s in zip(kwargs["x"], kwargs["lengths"], strict=True))
+    mine = sum(float(x) * s for p in parts for x, s in zip(p.kwargs["x"], p.kwargs["lengths"], strict=True))
+    assert mine == total
+    assert Cutter().lists_cut((), kwargs, list(range(8))) == ["lengths", "nested", "target"]
+    whole = Cutter(special={"lengths": None}).cut((), kwargs, None, 2)
+    assert whole[1].kwargs["lengths"] is kwargs["lengths"]
