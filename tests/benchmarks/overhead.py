@@ -10,9 +10,9 @@ the mean of the plain forwards just before and just after, so that drift of the 
 seconds of this process on the processor (turns of other programs do not count, what they do to caches does), or on the
 clock where there are several threads. Memory that was freed stays with the process where its allocator is glibc's: else
 the kernel clears up to 100 MiB of pages again for whichever forward comes after one that gave much back, by chance.
-What is added is Python, a time for each stage and call that does not grow with the work: some 3 to 4 ms a stage here, so
-half of the width or of the batch doubles its share. Tensors pass between stages outside of the times. Given are the median over rounds and its 95 % interval (order
-statistics of the ratios: Conover, Practical Nonparametric Statistics).
+What is added is Python, a time for each stage and call that does not grow with the work: some 3 to 4 ms a stage here,
+so half of the width or of the batch doubles its share. Tensors pass between stages outside of the times. Given are the
+median over rounds and its 95 % interval (order statistics of the ratios: Conover, Practical Nonparametric Statistics).
 """
 
 from __future__ import annotations
