@@ -135,6 +135,8 @@ def usual_sizes(batch: int) -> tuple[int, ...]:
 
 
 def _is_cut(tensor: torch.Tensor | np.ndarray[Any, Any], dim: int, size: int) -> bool:
+    if isinstance(tensor, torch.Tensor) and tensor.is_nested:
+        return dim == 0 and tensor.size(0) == size  # its other dimensions may have no one size
     return tensor.ndim > dim and tensor.shape[dim] == size
 
 
@@ -165,7 +167,14 @@ def _some(value: Any, dim: int, size: int, start: int, length: int) -> Any:
     if isinstance(value, torch.Tensor):
         if not _is_cut(value, dim, size):
             return value
-        part = value.narrow(dim, start, length)
+        try:
+            part = value.narrow(dim, start, length)
+        except (RuntimeError, NotImplementedError) as error:
+            kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+            raise NotBuiltError(
+                f"a {kind} tensor of {value.dtype} cannot be cut into micro-batches ({str(error).splitlines()[0]}): "
+                "pass it dense and convert it inside the model, or plan with microbatches=1"
+            ) from error
         return part if part.requires_grad else part.data
     if isinstance(value, np.ndarray):
         return value[(slice(None),) * dim + (slice(start, start + length),)] if _is_cut(value, dim, size) else value

@@ -178,3 +178,16 @@ def test_what_is_no_tensor_is_cut_where_it_has_an_item_for_each_sample() -> None
     assert Cutter().lists_cut((), kwargs, list(range(8))) == ["lengths", "nested", "target"]
     whole = Cutter(special={"lengths": None}).cut((), kwargs, None, 2)
     assert whole[1].kwargs["lengths"] is kwargs["lengths"]
+
+
+@pytest.mark.filterwarnings("ignore")  # both are said to be new
+@pytest.mark.parametrize("kind", ["sparse_coo", "sparse_csr", "nested"])
+def test_batches_that_torch_cannot_cut_are_refused_in_words(kind: str) -> None:
+    batch = {
+        "sparse_coo": lambda: torch.eye(4).to_sparse(),
+        "sparse_csr": lambda: torch.eye(4).to_sparse_csr(),
+        "nested": lambda: torch.nested.nested_tensor([torch.ones(k) for k in (2, 3, 1, 2)], layout=torch.jagged),
+    }[kind]()
+    with pytest.raises(NotBuiltError, match=f"a {kind} tensor of torch.float32 cannot be cut into micro-batches"):
+        Cutter().cut((torch.ones(4, 2), batch), {}, None, 2)
+    assert Cutter().cut((torch.ones(4, 2), batch), {}, None, 1)[0].args[1] is batch
