@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from partitioner.actions import Orders, Table
-from partitioner.clock import run_clock
+from partitioner.clock import Replica, run_clock
 from partitioner.costs import replica_costs
 from partitioner.errors import ArgumentError
 from partitioner.graph import CostGraph
@@ -32,7 +32,7 @@ def best_order(plan: Plan, *, barrier: bool = True) -> Ordered:
     micro-batch of each of its stages.
     """
     graph = CostGraph.from_profile(plan.profile)
-    return _search(
+    found, _ = _search(
         graph,
         plan.cluster,
         plan.training,
@@ -44,6 +44,7 @@ def best_order(plan: Plan, *, barrier: bool = True) -> Ordered:
         shard=[stage.shard for stage in plan.stages],
         barrier=barrier,
     )
+    return found
 
 
 def faster_order(
@@ -68,7 +69,7 @@ def faster_order(
         return None
     own = build_schedule(schedule, num_stages, num_microbatches, num_ranks=num_places)
     try:
-        found = _search(
+        found, replicas = _search(
             graph,
             cluster,
             training,
@@ -81,16 +82,6 @@ def faster_order(
         )
     except ArgumentError:  # one micro-batch of each stage does not fit, whatever the order
         return None
-    replicas = replica_costs(
-        graph,
-        cluster,
-        training,
-        num_microbatches=num_microbatches,
-        cuts=cuts,
-        devices=devices,
-        recompute=recompute,
-        shard=shard,
-    )
 
     def step_s(orders: Orders) -> float:
         table = Table.of(orders)
@@ -111,8 +102,9 @@ def _search(
     recompute: Sequence[bool],
     shard: Sequence[Shard],
     barrier: bool = True,
-) -> Ordered:
-    """`search_order` for the slowest replica, with what the memory of every replica's devices has room for.
+) -> tuple[Ordered, list[Replica]]:
+    """`search_order` for the slowest replica, with what the memory of every replica's devices has room for; and what
+    the replicas cost.
 
     Textbook orders of every schedule with its stages at these places are among those tried.
     """
@@ -159,7 +151,7 @@ def _search(
         for name in SPLIT_BACKWARD
         if _arranged(name, num_stages, num_places) == tuple(places)
     ]
-    return search_order(slowest, places, num_microbatches, room, textbook=textbook, barrier=barrier)
+    return search_order(slowest, places, num_microbatches, room, textbook=textbook, barrier=barrier), replicas
 
 
 def _arranged(name: ScheduleName, num_stages: int, num_places: int) -> tuple[int, ...] | None:
