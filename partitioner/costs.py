@@ -52,16 +52,8 @@ def replica_costs(
     stage, whether its layers run again in their backward; empty is never. `shard`: by stage, what its replicas divide;
     None is the level that `training` names for all. Stages of one rank hand tensors over in no time.
     """
-    graph.check_cuts(cuts)
     num_replicas = len(devices[0])
-    samples = training.batch_size / (num_replicas * num_microbatches)
-    if samples < 1:
-        raise ArgumentError(
-            f"a batch of {training.batch_size} cannot be cut into {num_replicas} replicas x {num_microbatches} "
-            "micro-batches: use fewer of them or a larger batch_size"
-        )
-    if (highest := max(map(max, devices))) >= cluster.num_devices:
-        raise ArgumentError(f"there is no device {highest}: the cluster has {cluster.num_devices}")
+    samples = _samples(graph, cluster, training, num_replicas, num_microbatches, cuts, devices)
     arrays = graph.at(samples)
     bounds = graph.bounds(cuts)
     shard = [training.one_shard] * len(bounds) if shard is None else shard
@@ -132,6 +124,30 @@ def replica_costs(
     return replicas
 
 
+def _samples(
+    graph: CostGraph,
+    cluster: Cluster,
+    training: Training,
+    num_replicas: int | None,
+    num_microbatches: int,
+    cuts: Sequence[int],
+    devices: Sequence[Sequence[int]],
+) -> float:
+    """Of a micro-batch; an ArgumentError where the cuts, the micro-batches or the devices cannot be. num_replicas: None
+    where the ranks of a stage take turns at one pipeline."""
+    graph.check_cuts(cuts)
+    samples = training.batch_size / ((num_replicas or 1) * num_microbatches)
+    if samples < 1:
+        replicas = "" if num_replicas is None else f"{num_replicas} replicas x "
+        raise ArgumentError(
+            f"a batch of {training.batch_size} cannot be cut into {replicas}{num_microbatches} micro-batches: use "
+            "fewer of them or a larger batch_size"
+        )
+    if (highest := max(map(max, devices))) >= cluster.num_devices:
+        raise ArgumentError(f"there is no device {highest}: the cluster has {cluster.num_devices}")
+    return samples
+
+
 def forward_costs(
     graph: CostGraph,
     cluster: Cluster,
@@ -166,15 +182,7 @@ def turn_costs(
     devices: of the cluster, by stage, those of its ranks. A stage takes what its slowest device does, a message what
     the slowest link between a rank of the one stage and a rank of the other does.
     """
-    graph.check_cuts(cuts)
-    samples = training.batch_size / num_microbatches
-    if samples < 1:
-        raise ArgumentError(
-            f"a batch of {training.batch_size} cannot be cut into {num_microbatches} micro-batches: use fewer of them "
-            "or a larger batch_size"
-        )
-    if (highest := max(map(max, devices))) >= cluster.num_devices:
-        raise ArgumentError(f"there is no device {highest}: the cluster has {cluster.num_devices}")
+    samples = _samples(graph, cluster, training, None, num_microbatches, cuts, devices)
     forward_s, slicing_s = graph.at(samples).forward_s, graph.slicing_s(len(devices))
     stages = tuple(
         StageCost(
