@@ -30,7 +30,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +117,8 @@ def row(
         found |= on_ranks(name, of, microbatches, False, plan, pool)
         if found["verdict"] == "different":  # other orders of sums grow from step to step: float64 decides
             try:
-                again = on_ranks(name, of, microbatches, True, in_float64(plan, doubled(build)), pool)
+                with default_dtype(double=True):
+                    again = on_ranks(name, of, microbatches, True, in_float64(plan, doubled(build)), pool)
             except RuntimeError as error:  # not every model runs in it
                 return found | {"float64_error": None, "why_not_float64": str(error)}
             # The loss comes back as the model computes it, in float32 by some whatever their weights are.
@@ -133,7 +134,8 @@ def row(
         if found["verdict"] == "same" and more_cuts:
             there = elsewhere(build, plan, cuts, more_cuts)
             if there.get("grad_error", 1.0) < ROUNDING:
-                there = elsewhere(doubled(build), plan, cuts, more_cuts, DOUBLE_TOLERANCE)
+                with default_dtype(double=True):
+                    there = elsewhere(doubled(build), plan, cuts, more_cuts, DOUBLE_TOLERANCE)
             found |= there
     except PartitionerError as error:
         found |= {"verdict": f"refused: {error}", "trace": traceback.format_exc()}
@@ -273,7 +275,8 @@ def in_turn(build: Callable[[], Any], case: Any, plan: Any, steps: int = 2) -> d
 def in_double(build: Callable[[], Any], plan: Any, found: dict[str, Any]) -> dict[str, Any]:
     """The verdict of the same comparison in float64, where rounding is a billion times smaller."""
     build = doubled(build)
-    again = in_turn(build, build(), in_float64(plan, build))
+    with default_dtype(double=True):
+        again = in_turn(build, build(), in_float64(plan, build))
     worst = max(again[kind] for kind in KINDS)
     return {"float64_error": worst, "verdict": "same" if worst <= DOUBLE_TOLERANCE else "different"}
 
@@ -287,6 +290,19 @@ def in_float64(plan: Any, build: Callable[[], Any]) -> Any:
     return plan.model_copy(update={"profile": profile})
 
 
+@contextlib.contextmanager
+def default_dtype(double: bool) -> Iterator[None]:
+    """The type of the tensors that a model or its loss makes as it runs, without saying of what type."""
+    import torch
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64 if double else torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def doubled(build: Callable[[], Any]) -> Callable[[], Any]:
     """The case in float64."""
     import torch
@@ -294,7 +310,8 @@ def doubled(build: Callable[[], Any]) -> Callable[[], Any]:
     from partitioner.structures import map_tensors
 
     def built() -> Any:
-        case = build()
+        with default_dtype(double=False):  # the same weights, however it runs
+            case = build()
         case.model.double()
         case.args, case.kwargs, case.target = map_tensors(
             (case.args, case.kwargs, case.target), lambda t: t.double() if t.dtype == torch.float32 else t
@@ -538,7 +555,7 @@ def steps_on_rank(
     case, found = build(), []
     if evaluate:
         unwrap(case.model).eval()
-    with pt.materialize(plan, case.model, loss_fn=case.loss_fn) as stage:
+    with default_dtype(double), pt.materialize(plan, case.model, loss_fn=case.loss_fn) as stage:
         for _ in range(steps):
             fresh = build()
             loss = float(stage.train_step(fresh.inputs, fresh.target))
