@@ -459,8 +459,8 @@ def elsewhere(
 
 
 def draws(build: Callable[[], Any], plan: Any, evaluate: bool) -> bool:
-    """Whether the forward draws random numbers: of torch's the state tells, as a loss may hardly depend on them; of
-    others the loss. Models may keep state, so that each is a new one."""
+    """Whether a forward of two steps draws random numbers: of torch's the state tells, as a loss may hardly depend on
+    them; of others the loss. Models may keep state, so that each is a new one."""
     import torch
     from side_by_side import seed_all
 
@@ -474,15 +474,20 @@ def draws(build: Callable[[], Any], plan: Any, evaluate: bool) -> bool:
         model = unwrap(case.model)
         if evaluate:
             model.eval()
-        part = Cutter(plan.training.batch_dim).cut(case.args, case.kwargs or {}, case.target, plan.num_microbatches)[0]
+        cutter = Cutter(plan.training.batch_dim)
+        parts = cutter.cut(case.args, case.kwargs or {}, case.target, plan.num_microbatches)
         seed_all(seed)
         before = torch.get_rng_state()
-        with torch.enable_grad():
-            output = model(*part.args, **part.kwargs)
+        loss = Loss(model, case.loss_fn, None)
+        of_seed = []
+        for part in [*parts, *parts]:
+            with torch.enable_grad():
+                output = model(*part.args, **part.kwargs)
+            of_seed.append(float(loss.of(output, part.target).detach()))
         if not torch.equal(before, torch.get_rng_state()):
             return True
-        values.append(float(Loss(model, case.loss_fn, None).of(output, part.target).detach()))
-    return max(values) - min(values) > 1e-6 * abs(values[0])
+        values.append(of_seed)
+    return any(max(same) - min(same) > 1e-6 * abs(same[0]) for same in zip(*values, strict=True))
 
 
 def on_ranks(name: str, of: str, microbatches: int, double: bool, plan: Any, pool: list[Any]) -> dict[str, Any]:
