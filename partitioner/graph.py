@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -82,6 +81,11 @@ class LayerArrays:
     def lists(self) -> tuple[list[float], list[float]]:
         """`before_s` and `forward_before_s` for one look at a time."""
         return self.before_s.tolist(), self.forward_before_s.tolist()
+
+    @cached_property
+    def most_saved(self) -> IntervalMax:
+        """Of the layers [first, last), the most that one of them saves."""
+        return IntervalMax(self.saved_bytes)
 
     def sent(self, first: ArrayLike, last: ArrayLike) -> Any:
         """Bytes of tensors that the layers [first, last) make and later ones use, each once."""
@@ -168,6 +172,28 @@ class CostGraph(Shown):
         cuts = np.arange(n + 1)
         return np.where(self.linked, cuts, first), np.where(self.linked, cuts, last)
 
+    def paths(self, seconds: Floats) -> Floats:
+        """By layer: the longest sum of `seconds` over layers that wait for each other, of those through this one."""
+        own = seconds.tolist()
+        ahead, behind = list(own), list(own)
+        for v, some in enumerate(self._waits_for):
+            ahead[v] += max((ahead[u] for u in some), default=0.0)
+        for v in range(self.num_layers - 1, -1, -1):
+            for u in self._waits_for[v]:
+                behind[u] = max(behind[u], own[u] + behind[v])
+        through: Floats = np.array(ahead) + np.array(behind) - seconds
+        return through
+
+    @cached_property
+    def _waits_for(self) -> list[list[int]]:
+        """By layer, those before it that make something which it uses."""
+        found: list[list[int]] = [[] for _ in range(self.num_layers)]
+        for _, producer, consumers in self._crossing_tensors:
+            for place in consumers:
+                if place > producer:
+                    found[place].append(producer)
+        return found
+
     @cached_property
     def handed_on(self) -> NDArray[np.bool_]:
         """By cut: whether `next_bytes` counts a tensor there, be it of 0 bytes."""
@@ -253,20 +279,21 @@ class CostGraph(Shown):
 
     def transfers(self, cuts: Sequence[int], samples: float) -> tuple[StageTransfer, ...]:
         """What goes from stage to stage, a tensor straight from the stage that makes it to each that uses it."""
-        forward: dict[tuple[int, int], float] = defaultdict(float)
-        backward: dict[tuple[int, int], float] = defaultdict(float)
-        edges = np.array(cuts, dtype=np.int64)
-        if len(edges):
-            for tensor, producer, consumers in self._crossing_tensors:
-                source = int(np.searchsorted(edges, producer, side="right"))
-                last = int(np.searchsorted(edges, consumers[-1], side="right"))
-                if source == last:
-                    continue
-                num_bytes = self.profile.tensor_bytes(tensor, samples)
-                for target in {int(s) for s in np.searchsorted(edges, consumers, side="right")} - {source}:
-                    forward[source, target] += num_bytes
-                    backward[source, target] += num_bytes if tensor.needs_gradient else 0.0
-        return tuple(StageTransfer(*pair, forward[pair], backward[pair]) for pair in sorted(forward))
+        if not len(cuts):
+            return ()
+        flows, edges = self._flows, np.array(cuts, dtype=np.int64)
+        tensor, at, _ = flows.received.T
+        source, target = (np.searchsorted(edges, places, side="right") for places in (flows.producer[tensor], at))
+        num_stages = len(cuts) + 1
+        sent = np.unique(np.column_stack((tensor, source, target))[source < target], axis=0)  # once to each stage
+        pairs, pair = np.unique(sent[:, 1] * num_stages + sent[:, 2], return_inverse=True)
+        num_bytes = _interpolated(self.profile.microbatch_sizes, flows.bytes_at, samples)
+        forward = np.bincount(pair, num_bytes[sent[:, 0]], len(pairs))
+        backward = np.bincount(pair, (num_bytes * flows.gradient)[sent[:, 0]], len(pairs))
+        return tuple(
+            StageTransfer(number // num_stages, number % num_stages, there, back)
+            for number, there, back in zip(pairs.tolist(), forward.tolist(), backward.tolist(), strict=True)
+        )
 
     def holding(
         self, samples: float, *, tp: int = 1, whole: int = 1, recompute: Recompute = "never", products: float = 1.0

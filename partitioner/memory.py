@@ -334,7 +334,7 @@ def inference_memory(graph: CostGraph, first: ArrayLike, last: ArrayLike, *, sam
         "weights": graph.weight_bytes(i, j),
         "buffers": graph.profile.buffer_bytes + graph.buffer_bytes(i, j),
         "received": costs.received(i, j),
-        "workspace": costs.sent(i, j) + IntervalMax(costs.saved_bytes)(i, j),
+        "workspace": costs.sent(i, j) + costs.most_saved(i, j),
     }
 
 

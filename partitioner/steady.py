@@ -57,6 +57,36 @@ def step_times(
     return _Passes(rounds, replica, num_microbatches, overhead_s, overlap).run()
 
 
+def forwards_s(replica: Replica, num_microbatches: int) -> float:
+    """Seconds of the forward passes alone, one stage a rank, from an empty pipeline. O(transfers).
+
+    Stages and wires are machines that all micro-batches pass in the same order; each takes the same time for every one
+    of them, and nothing waits for room. So the last micro-batch is done at
+
+        max over ways to a stage of   sum of seconds on the way + (m - 1) largest seconds on the way
+
+    (a permutation flow shop of equal jobs: Pinedo, "Scheduling", 6.1).
+
+    >>> from partitioner.clock import StageCost, Transfer
+    >>> forwards_s(Replica((StageCost(1.0, 0.0), StageCost(2.0, 0.0)), (Transfer(0, 1, 0.5, 0.0),)), 4)
+    9.5
+    """
+    more = num_microbatches - 1
+    first, last = [0.0] * len(replica.stages), [0.0] * len(replica.stages)  # when those micro-batches are done
+    into: list[list[tuple[int, float]]] = [[] for _ in replica.stages]
+    for one in replica.transfers:
+        into[one.target].append((one.source, one.forward_s))
+    for s, stage in enumerate(replica.stages):
+        begins, queued = 0.0, 0.0
+        for source, wire_s in into[s]:
+            arrives = first[source] + wire_s
+            begins = max(begins, arrives)
+            queued = max(queued, last[source] + wire_s, arrives + more * wire_s)
+        first[s] = begins + stage.forward_s
+        last[s] = max(first[s] + more * stage.forward_s, queued + stage.forward_s)
+    return max(last)
+
+
 def _ordered(rounds: Rounds, replica: Replica) -> bool:
     """Whether all that an action receives was made in an earlier round, and every W follows an action that is there."""
     if rounds.weight is not None:

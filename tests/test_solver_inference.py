@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 
+import numpy as np
 import pytest
 from chains import chain, cluster, random_chain
 from turn_oracle import every_turn_plan_s
@@ -17,6 +19,7 @@ from partitioner.plan import Plan, load
 from partitioner.profiles import Profile
 from partitioner.simulator import forward_clock, simulate
 from partitioner.solver import solve
+from partitioner.solver.forward_memory import ForwardMemory
 from partitioner.specs import Cluster, Link, Training, format_bytes
 
 SLOW = Link.of(2e-5, 5e8)
@@ -116,6 +119,42 @@ def test_without_skips_plans_are_proven_optimal(objective: str, seed: int) -> No
     plan = solve(profile, cluster(3, link=SLOW), training)
     assert plan.prediction.step_s == pytest.approx(every_plan_s(profile, cluster(3, link=SLOW), training), rel=1e-9)
     assert plan.gap < 1e-8
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_starts_that_leave_room_are_told_apart(seed: int) -> None:
+    rng = random.Random(seed)
+    n = 14
+    profile, samples = random_chain(rng, n), rng.choice([1, 3])
+    graph, some = CostGraph(profile), [rng.randrange(n) for _ in range(n + 1)]
+    since = np.array([min(one, end) for end, one in enumerate(some)])
+    held = {
+        (i, j): sum(math.ceil(x) for x in inference_memory(graph, i, j, samples=samples).values())
+        for j in range(n + 1)
+        for i in range(j)
+    }
+    for room in rng.sample(sorted(held.values()), 6):
+        memory = ForwardMemory(graph, samples)
+        runs, complete = memory.runs(room, since)
+        fits = [[i for i in range(since[j], j) if held[i, j] <= room] for j in range(n + 1)]
+        assert complete and [runs.places(j).tolist() for j in range(n + 1)] == fits
+        values = np.array([rng.random() for _ in range(n + 1)])
+        assert runs.least(values).tolist() == [min(values[some], default=math.inf) for some in fits]
+        from_here = np.array([rng.random() < 0.2 for _ in range(n + 1)])
+        assert runs.reached(from_here).tolist() == [bool(from_here[some].any()) for some in fits]
+        assert not memory.hopeless([room]) or held[0, n] > room
+
+
+def test_layers_beside_each_other_take_the_longer_way() -> None:
+    """0 is used by 1 and by 2, both by 3; 4 waits for nothing."""
+    profile = chain([1.0, 2.0, 4.0, 8.0, 16.0])
+    between = [("0", ("1", "2")), ("1", ("3",)), ("2", ("3",))]
+    tensors = tuple(
+        profile.tensors[0].model_copy(update={"id": maker, "producer": maker, "consumers": users})
+        for maker, users in between
+    )
+    graph = CostGraph(profile.model_copy(update={"tensors": tensors}))
+    assert graph.paths(np.array([1.0, 2.0, 4.0, 8.0, 16.0])).tolist() == [13.0, 11.0, 13.0, 13.0, 16.0]
 
 
 def test_replicas_serve_the_most_and_one_device_answers_first() -> None:

@@ -10,8 +10,9 @@ from test_clock import PER_RANK, random_replica
 from partitioner.actions import chain
 from partitioner.clock import Replica, StageCost, Transfer, run_clock
 from partitioner.schedule import placement, schedule_table
+from partitioner.simulator import forward_clock
 from partitioner.specs import SCHEDULES
-from partitioner.steady import step_times
+from partitioner.steady import forwards_s, step_times
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -67,3 +68,14 @@ def test_a_rank_waits_while_its_message_travels_and_idles_before():
     step = step_times("gpipe", replica, 1000)
     assert step.walked < 0.2
     np.testing.assert_allclose(step.waited_s, [0.25, 0.5])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_forward_passes_alone_take_what_the_clock_says(seed: int) -> None:
+    rng = random.Random(seed)
+    p = rng.randrange(1, 7)
+    stages = tuple(StageCost(rng.choice([0.0, rng.random()]), 0.0) for _ in range(p))
+    pairs = [(a, b) for a in range(p) for b in range(a + 1, p) if rng.random() < 0.6]
+    replica = Replica(stages, tuple(Transfer(a, b, rng.choice([0.0, rng.random()]), 0.0) for a, b in pairs))
+    m = rng.randrange(1, 9)
+    assert forwards_s(replica, m) == pytest.approx(float(forward_clock(replica, m).rank_end_s.max()), rel=1e-12)

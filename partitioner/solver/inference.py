@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -14,17 +15,20 @@ from partitioner.errors import ArgumentError, InfeasibleError
 from partitioner.graph import CostGraph
 from partitioner.memory import inference_memory, memory_limit, on_device, overhead_bytes
 from partitioner.plan import Alternative, LostEfficiency, MemoryItems, Plan, Prediction, Stage, StagePrediction
-from partitioner.simulator import forward_clock
-from partitioner.solver.equal_replicas import CLOSE, Case, Found, cases
+from partitioner.solver.equal_replicas import Case, Forwards, Found, Shape
 from partitioner.solver.explain import about_costs
+from partitioner.solver.halving import CLOSE
 from partitioner.solver.inference_shortage import inference_shortage
 from partitioner.solver.layout import AnyLayout, Devices
 from partitioner.solver.settings import check_request, divisors, numbered
 from partitioner.solver.unequal_replicas import Turns, unequal_replicas
 from partitioner.specs import Cluster, Training
+from partitioner.steady import forwards_s
 from partitioner.turns import most_turns
 
 MOST_RUNNERS_UP = 5
+SMALL = 2_000
+"""Layers x stages that are solved in milliseconds, even if it is only to show what was not chosen."""
 
 
 def solve_inference(graph: CostGraph, cluster: Cluster, training: Training) -> Plan:
@@ -48,32 +52,62 @@ def solve_inference(graph: CostGraph, cluster: Cluster, training: Training) -> P
             f"shard={training.shard!r} divides what replicas keep for training, and objective={training.objective!r} "
             "trains nothing: use 'none'"
         )
-    waiting = [(case.bound_s, k, case) for k, case in enumerate(cases(graph, cluster, training))]
-    heapq.heapify(waiting)
-    found: list[Found] = []
+    among = Forwards(graph, cluster, training)
+    best: Found | None = None
+    others: list[Found] = []
     unfit: list[Case] = []
-    lower = best = math.inf
-    while waiting and waiting[0][0] < best * (1 - CLOSE):
-        bound_s, _, case = heapq.heappop(waiting)
+    lower = best_s = math.inf
+    promising = _by_promise(among)
+    for bound_s, case in promising:
+        if bound_s >= best_s * (1 - CLOSE):
+            lower = min(lower, bound_s)
+            break
         if isinstance(case.layout, AnyLayout):
             lower = min(lower, bound_s)
             continue
-        if case.is_beaten(best):
-            continue
-        one = case.solve()
-        if one is None:
+        one, bound_s = case.solve(best_s)
+        lower = min(lower, bound_s)
+        if one is not None:
+            others += [] if best is None else [best]
+            best, best_s = one, one.seconds
+        elif case.shape.num_stages == 1 and case.fits() is None:
             unfit.append(case)
-            continue
-        found.append(one)
-        lower, best = min(lower, one.lower_bound_s), min(best, one.seconds)
-    if not found:
+    if best is None:
         raise InfeasibleError(inference_shortage(graph, cluster, training))
-    lower = min([lower, best, *(bound for bound, _, _ in waiting)])
-    turns, bound_s = unequal_replicas(graph, cluster, training, best)
-    lower = min(lower, bound_s)
-    found.sort(key=Found.rank)
-    splits = [_of_mesh(one) for one in found]
+    turns, bound_s = unequal_replicas(among, best_s)
+    lower = min(lower, bound_s, best_s)
+    others = sorted([*others, *_rivals(among, promising, {one.kind for one in (best, *others)})], key=Found.rank)
+    splits = [_of_mesh(one) for one in (best, *others)]
     return _plan(graph, cluster, training, splits if turns is None else [_of_turns(turns), *splits], lower, unfit)
+
+
+def _rivals(among: Forwards, cases: Iterator[tuple[float, Case]], seen: set[tuple[int, int]]) -> Iterator[Found]:
+    """Of small models, plans on the next meshes that cannot win, to compare with."""
+    tries = 2 * MOST_RUNNERS_UP
+    while tries and len(seen) <= MOST_RUNNERS_UP and (item := next(cases, None)) is not None:
+        _, case = item
+        if among.graph.num_layers * case.shape.num_stages > SMALL:
+            return
+        if case.shape[:2] not in seen and not isinstance(case.layout, AnyLayout):
+            tries -= 1
+            if (one := case.solve(math.inf)[0]) is not None:
+                seen.add(one.kind)
+                yield one
+
+
+def _by_promise(among: Forwards) -> Iterator[tuple[float, Case]]:
+    """(what no cuts can beat, the case), ascending; devices are chosen for those shapes alone that are reached."""
+    waiting: list[tuple[float, Shape, int, Case | None]] = [
+        (among.bound_s(shape), shape, -1, None) for shape in among.shapes()
+    ]
+    heapq.heapify(waiting)
+    while waiting:
+        bound_s, shape, _, case = heapq.heappop(waiting)
+        if case is not None:
+            yield bound_s, case
+        else:
+            for k, one in enumerate(among.cases(shape)):
+                heapq.heappush(waiting, (max(bound_s, one.bound_s), shape, k, one))
 
 
 class _Split(NamedTuple):
@@ -107,17 +141,17 @@ class _Split(NamedTuple):
 
 
 def _of_mesh(found: Found) -> _Split:
-    case, m = found.case, found.case.num_microbatches
+    case, shape = found.case, found.case.shape
     return _Split(
         cuts=found.cuts,
         devices=case.devices,
-        mesh={"pp": case.num_stages, "dp": case.num_replicas},
-        num_microbatches=m,
-        samples=case.samples,
+        mesh={"pp": shape.num_stages, "dp": shape.num_replicas},
+        num_microbatches=shape.num_microbatches,
+        samples=shape.samples,
         seconds=found.seconds,
         replicas=case.replicas(found.cuts),
         memory=case.memory(found.cuts),
-        turns=np.full(case.num_stages, m),
+        turns=np.full(shape.num_stages, shape.num_microbatches),
     )
 
 
@@ -206,7 +240,7 @@ def _predict(graph: CostGraph, cluster: Cluster, training: Training, split: _Spl
     without_transfers_s = largest_s
     if training.objective == "latency":
         free = {Replica(one.stages, tuple(replace(t, forward_s=0.0) for t in one.transfers)) for one in split.replicas}
-        without_transfers_s = max(float(forward_clock(one, m).rank_end_s.max()) for one in free)
+        without_transfers_s = max(forwards_s(one, m) for one in free)
     even_s = each * float(graph.at(split.samples).forward_s.sum())
     lost_s = {
         "communication": step_s - without_transfers_s,
@@ -270,7 +304,7 @@ def _reasons(
         slowest = int(np.argmax([stage.compute_s for stage in prediction.stages]))
         first, last = graph.bounds(split.cuts)[slowest]
         said.append(f"stage {slowest} ({graph.ids[first]} to {graph.ids[last - 1]}) is the slowest")
-        if any(one.num_stages == 1 for one in unfit):
+        if unfit:
             said.append("the whole model does not fit the memory of one device, so it is cut into stages")
     if training.objective == "throughput" and training.mesh == "auto" and len(set(cluster.devices)) > 1:
         said.append("the devices are not alike, so stages were searched with equal numbers of ranks alone")

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from partitioner.graph import CostGraph
 from partitioner.memory import inference_memory, memory_limit
-from partitioner.solver.equal_replicas import Case, cases
+from partitioner.solver.equal_replicas import Case, Forwards, Shape
 from partitioner.solver.layout import AnyLayout
 from partitioner.solver.shortage import more_memory, told, with_devices
 from partitioner.specs import Cluster, Training
@@ -27,10 +27,10 @@ def inference_shortage(graph: CostGraph, cluster: Cluster, training: Training) -
     lacking, cuts, case = min(closest, key=lambda one: one[0])
     memory = case.memory(cuts)
     limits = [memory_limit(device, training) for _, device in case.rooms]
-    stage = max(range(case.num_stages), key=lambda k: memory[k].total - limits[k])
+    stage = max(range(case.shape.num_stages), key=lambda k: memory[k].total - limits[k])
     device = case.rooms[stage][1]
-    mesh = f"pp={case.num_stages}, dp={case.num_replicas}, {case.num_microbatches} micro-batch"
-    mesh += "es" if case.num_microbatches > 1 else ""
+    pp, dp, count, _ = case.shape
+    mesh = f"pp={pp}, dp={dp}, {count} micro-batch{'es' if count > 1 else ''}"
     ways = []
     for name, value in (("microbatches", training.microbatches), ("mesh", training.mesh)):
         if value != "auto" and _fits(graph, cluster, training.model_copy(update={name: "auto"})):
@@ -44,13 +44,14 @@ def inference_shortage(graph: CostGraph, cluster: Cluster, training: Training) -
 
 def _roomiest(graph: CostGraph, cluster: Cluster, training: Training) -> list[Case]:
     """Of each number of stages (of many, powers of two and the most), the case with the smallest micro-batches."""
-    smallest: dict[int, Case] = {}
-    for case in cases(graph, cluster, training):
-        known = smallest.get(case.num_stages)
-        if not isinstance(case.layout, AnyLayout) and (known is None or case.samples < known.samples):
-            smallest[case.num_stages] = case
+    among, smallest = Forwards(graph, cluster, training), dict[int, Shape]()
+    for shape in sorted(among.shapes()):
+        known = smallest.get(shape.num_stages)
+        if known is None or shape.samples < known.samples:
+            smallest[shape.num_stages] = shape
     most = max(smallest)
-    return [case for p, case in smallest.items() if p <= FEW_STAGES or p == most or not p & (p - 1)]
+    some = [shape for p, shape in smallest.items() if p <= FEW_STAGES or p == most or not p & (p - 1)]
+    return [next(one for one in among.cases(shape) if not isinstance(one.layout, AnyLayout)) for shape in some]
 
 
 def _fits(graph: CostGraph, cluster: Cluster, training: Training) -> bool:
@@ -63,9 +64,10 @@ def _closest(case: Case) -> tuple[float, tuple[int, ...]] | None:
     def lacking(cuts: tuple[int, ...]) -> float:
         return float(max(memory.total - limit for memory, limit in zip(case.memory(cuts), limits, strict=True)))
 
-    limits = [memory_limit(device, case.training) for _, device in case.rooms]
-    crossing = float(case.graph.at(case.samples).crossing_bytes.max())
-    whole = inference_memory(case.graph, 0, case.graph.num_layers, samples=case.samples)
+    limits = [memory_limit(device, case.among.training) for _, device in case.rooms]
+    graph, samples = case.among.graph, case.shape.samples
+    crossing = float(graph.at(samples).crossing_bytes.max())
+    whole = inference_memory(graph, 0, graph.num_layers, samples=samples)
     low, high = 0.0, sum(map(float, whole.values())) + 2 * crossing + 8 - min(0, *case.room)
     best = replace(case, extra_bytes=math.ceil(high)).fits()
     if best is None:  # with room for everything on every stage

@@ -16,7 +16,6 @@ can, it is how far d devices reach, O(d^1.5 log n): that says no, or yes, to mos
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
@@ -29,15 +28,18 @@ from partitioner.costs import turn_costs
 from partitioner.graph import CostGraph
 from partitioner.memory import inference_memory, memory_limit, on_device, overhead_bytes, room_bytes
 from partitioner.plan import MemoryItems
-from partitioner.solver.equal_replicas import CLOSE, MOST_PAIRED, PRECISION
+from partitioner.solver.equal_replicas import Forwards
 from partitioner.solver.evaluate import link_times
 from partitioner.solver.forward_memory import Flags, Floats, ForwardMemory, Ints
+from partitioner.solver.halving import CLOSE, halved
 from partitioner.solver.layout import Devices, Site
 from partitioner.solver.settings import divisors
 from partitioner.specs import Cluster, Device, Link, Training
 from partitioner.turns import most_turns, period_s
 
 FEW_LAYERS = 500
+MOST_LAYERS = 3_000
+"""Of which every pair of positions is looked at."""
 NEARLY = 1e-4
 """Relative; of more layers, a split so close to the bound is left as it is."""
 
@@ -73,16 +75,14 @@ class Turns(NamedTuple):
         ]
 
 
-def unequal_replicas(
-    graph: CostGraph, cluster: Cluster, training: Training, below_s: float
-) -> tuple[Turns | None, float]:
+def unequal_replicas(among: Forwards, below_s: float) -> tuple[Turns | None, float]:
     """(the best split of any number of micro-batches, None where none is found that is below; what none can beat).
 
     There is none where a mesh or a pin fixes stages.
     """
     best, bound_s = None, below_s
     undecided: list[tuple[float, int, TurnSearch]] = []
-    for search in _searches(graph, cluster, training):
+    for search in _searches(among):
         limit_s = below_s if best is None else best.seconds
         if search.bound_s < limit_s * (1 - CLOSE):
             one, none_s = search.likely(limit_s)
@@ -97,14 +97,13 @@ def unequal_replicas(
     return best, bound_s if best is None else min(bound_s, best.seconds)
 
 
-def _searches(graph: CostGraph, cluster: Cluster, training: Training) -> list[TurnSearch]:
+def _searches(among: Forwards) -> list[TurnSearch]:
     """One for each number of micro-batches, those first that promise most."""
+    training, batch = among.training, among.training.batch_size
     if training.objective != "throughput" or training.mesh != "auto" or training.stage_pins:
         return []
-    batch = training.batch_size
     counts = divisors(batch) if training.microbatches == "auto" else [training.microbatches]
-    site = Site(cluster, training)
-    searches = [TurnSearch(graph, cluster, training, site, count) for count in counts if batch % count == 0]
+    searches = [TurnSearch(among, count) for count in counts if batch % count == 0]
     return sorted(searches, key=lambda one: one.bound_s)
 
 
@@ -112,11 +111,24 @@ def _searches(graph: CostGraph, cluster: Cluster, training: Training) -> list[Tu
 class TurnSearch:
     """The best split of `num_microbatches`. On devices that are not alike there is a bound, and nothing is searched."""
 
-    graph: CostGraph
-    cluster: Cluster
-    training: Training
-    site: Site
+    among: Forwards
     num_microbatches: int
+
+    @property
+    def graph(self) -> CostGraph:
+        return self.among.graph
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.among.cluster
+
+    @property
+    def training(self) -> Training:
+        return self.among.training
+
+    @property
+    def site(self) -> Site:
+        return self.among.site
 
     @property
     def samples(self) -> int:
@@ -152,7 +164,8 @@ class TurnSearch:
         """The same by every pair of positions, where a bound leaves something to be found: exact for a chain."""
         best = None
         slack = CLOSE if self.graph.num_layers <= FEW_LAYERS else NEARLY
-        for reach in self._ways if self.site.alike and self.graph.num_layers <= MOST_PAIRED else ():
+        looks = self.site.alike and self.graph.num_layers <= MOST_LAYERS and self._misfits is not None
+        for reach in self._ways if looks else ():
             limit_s = below_s if best is None else best.seconds
             if bound_s < limit_s * (1 - slack):
                 none_s, split = reach.best(limit_s, bound_s)
@@ -207,9 +220,9 @@ class TurnSearch:
     def _room(self) -> int:
         return int(self.site.room(2, 1).max())
 
-    @cached_property
+    @property
     def _memory(self) -> ForwardMemory:
-        return ForwardMemory(self.graph, self.samples)
+        return self.among.memory(self.samples)
 
     @cached_property
     def _near(self) -> Ints:
@@ -218,20 +231,21 @@ class TurnSearch:
 
     @cached_property
     def _far(self) -> tuple[Ints, Ints]:
-        """[n + 1] by start, the last end that memory leaves room for: by what only grows with a stage, and with the
-        most beside that of any stage."""
-        costs, starts = self.graph.at(self.samples), np.arange(self.graph.num_layers + 1)
-        beside = 2 * math.ceil(costs.crossing_bytes.max()) + math.ceil(costs.saved_bytes.max()) + 2
-        nears = self._near, self._memory.near(self._room - beside)
+        """[n + 1] by start, the last end that memory leaves room for: by what only grows with a stage, and for sure."""
+        starts = np.arange(self.graph.num_layers + 1)
+        nears = self._near, self._memory.sure(self._room)
         one, other = (np.searchsorted(near, starts, side="right") - 1 for near in nears)
         return one, other
 
     @cached_property
-    def _pairs(self) -> Flags | None:
-        """[ends, starts] which layers fit together; None: all of those that `_near` lets through."""
-        if np.array_equal(*self._far):
+    def _misfits(self) -> dict[int, Ints] | None:
+        """By end, the places from the near one on that leave no room; None: too many would have to be tested."""
+        runs, complete = self._memory.runs(self._room, 0 * self._near)
+        if not complete:
             return None
-        return np.ascontiguousarray(self._memory.pairs(self._room).T)
+        ends = np.flatnonzero(np.bincount(runs.end[runs.low < runs.high], minlength=len(self._near)) != 1)
+        several = set(ends.tolist()) | set(runs.end[runs.low > self._near[runs.end]].tolist())
+        return {end: np.setdiff1d(np.arange(self._near[end], end), runs.places(end)) for end in several}
 
 
 class _Reach:
@@ -256,15 +270,15 @@ class _Reach:
 
     def bound(self, high_s: float, low_s: float) -> float:
         """What no split can beat, `high_s` at most; not less than `low_s`, which none can either."""
-        return _halved(low_s, high_s, self._might)[0]
+        return halved(low_s, high_s, self._might)[0]
 
     def likely(self, below_s: float, bound_s: float) -> _Split | None:
         """The best split that cuts only where one rank alone could send and receive; None: none is below."""
-        return _halved(bound_s, below_s, self._does)[1]
+        return halved(bound_s, below_s, self._does)[1]
 
     def best(self, below_s: float, bound_s: float) -> tuple[float, _Split | None]:
         """(what no split can beat, the best of all; None: none is below)."""
-        return _halved(bound_s, below_s, self._fewest)
+        return halved(bound_s, below_s, self._fewest)
 
     def _might(self, period: float) -> tuple[float, _Split] | None:
         """None: no split keeps within the period, not even one whose every cut is paid by the most ranks."""
@@ -318,7 +332,7 @@ class _Reach:
         fewest = np.full(self.n + 1, self.num_devices + 1)
         fewest[0] = 0
         came = np.zeros((self.n + 1, 2), np.int64)
-        m, pairs = self.search.num_microbatches, self.search._pairs
+        m, misfits = self.search.num_microbatches, self.search._misfits or {}
         for j in places[1:].tolist():
             low = int(self.search._near[j])
             if self.hop_s[j] * self.turns[-1] > period or low >= j:
@@ -327,8 +341,8 @@ class _Reach:
             with np.errstate(divide="ignore"):
                 turns = np.floor(period / np.maximum(each, self.hop_s[j]) * (1 + 1e-13))  # that a rank has time for
                 value = fewest[low:j] + np.maximum(1, np.ceil(m / turns))
-            if pairs is not None:
-                value[~pairs[j, low:j]] = math.inf
+            if j in misfits:
+                value[misfits[j] - low] = math.inf
             at = int(np.argmin(value))
             if value[at] <= self.num_devices:
                 fewest[j] = int(value[at])
@@ -345,25 +359,6 @@ class _Reach:
 
 _Split = tuple[tuple[int, ...], tuple[int, ...]]
 """Cuts, and ranks by stage."""
-
-
-def _halved(
-    low_s: float, high_s: float, look: Callable[[float], tuple[float, _Split] | None]
-) -> tuple[float, _Split | None]:
-    """(a period that cannot be had, the best split found below `high_s`). look: (its period, a split) within one."""
-    found: _Split | None = None
-    middle_s = high_s * (1 - CLOSE)
-    while low_s < middle_s:
-        if (one := look(middle_s)) is not None:
-            high_s, found = min(middle_s, one[0]), one[1]
-        elif found is None and middle_s >= high_s * (1 - CLOSE):
-            return high_s, None
-        else:
-            low_s = middle_s
-        if high_s - low_s <= PRECISION * high_s:
-            break
-        middle_s = (low_s + high_s) / 2
-    return low_s, found
 
 
 def _walked_back(d: int, reached: Ints, came: Ints) -> _Split:

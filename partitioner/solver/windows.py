@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,3 +77,69 @@ def least_places(values: Floats) -> Callable[[Ints, Ints], Ints]:
         return places
 
     return first
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """By end, the places from which one may come there: runs of consecutive ones, by end and then by place.
+
+    >>> two = Runs(end=np.array([0, 1, 2, 2]), low=np.array([0, 0, 0, 1]), high=np.array([0, 1, 0, 2]))
+    >>> two.least(np.array([3.0, 5.0, 0.0]))         # to 0 from nowhere, to 1 from 0, to 2 from 1 alone
+    array([inf,  3.,  5.])
+    """
+
+    end: Ints
+    """[runs] 0 to the last end, each at least once."""
+    low: Ints
+    high: Ints
+    """One past the last place; a run may be empty."""
+
+    @classmethod
+    def of(cls, low: Ints) -> Runs:
+        """One run for each end: from its low to just before it."""
+        ends = np.arange(len(low))
+        return cls(ends, low, ends)
+
+    def since(self, low: Ints) -> Runs:
+        """Without the places before `low`, by end."""
+        return Runs(self.end, np.maximum(self.low, low[self.end]), self.high)
+
+    def least(self, values: Floats) -> Floats:
+        """[ends] the least value of those places; inf: there are none."""
+        rows, near, far = self._halves
+        table = np.full((rows, len(values) + 1), np.inf)
+        table[0, :-1] = values
+        for row in range(1, rows):
+            half = 1 << (row - 1)
+            np.minimum(table[row - 1, :-half], table[row - 1, half:], out=table[row, :-half])
+        flat = table.ravel()
+        least: Floats = np.minimum(flat[near], flat[far])
+        return least if self._firsts is None else np.minimum.reduceat(least, self._firsts)
+
+    def reached(self, places: Flags) -> Flags:
+        """[ends] whether one comes there from any of these places."""
+        count = np.concatenate(([0], np.cumsum(places)))
+        some: Flags = count[np.maximum(self.high, self.low)] > count[self.low]
+        return some if self._firsts is None else np.logical_or.reduceat(some, self._firsts)
+
+    def places(self, end: int) -> Ints:
+        """Those of one end, ascending."""
+        first, last = np.searchsorted(self.end, (end, end + 1))
+        runs = zip(self.low[first:last].tolist(), self.high[first:last].tolist(), strict=True)
+        return np.concatenate([np.arange(low, high) for low, high in runs])
+
+    @cached_property
+    def _firsts(self) -> Ints | None:
+        """[ends] the number of its first run; None: each has one."""
+        return np.flatnonzero(np.diff(self.end, prepend=-1)) if int(self.end[-1]) + 1 < len(self.end) else None
+
+    @cached_property
+    def _halves(self) -> tuple[int, Ints, Ints]:
+        """Rows of a table whose row k holds the least of 2^k values from each place on, and an inf behind the last; and
+        the cells of it that cover the first and the last half of each run."""
+        length, width = self.high - self.low, int(self.end[-1]) + 2
+        row = np.frexp(np.maximum(length, 1).astype(float))[1] - 1
+        near, far = row * width + self.low, row * width + self.high - (1 << row)
+        empty = length <= 0
+        near[empty] = far[empty] = width - 1
+        return int(row.max()) + 1, near, far
