@@ -141,7 +141,12 @@ def test_the_starts_that_leave_room_are_told_apart(seed: int) -> None:
         values = np.array([rng.random() for _ in range(n + 1)])
         assert runs.least(values).tolist() == [min(values[some], default=math.inf) for some in fits]
         from_here = np.array([rng.random() < 0.2 for _ in range(n + 1)])
-        assert runs.reached(from_here).tolist() == [bool(from_here[some].any()) for some in fits]
+        first, last = rng.randrange(n), rng.randrange(1, n + 1)
+        some = from_here & (np.arange(n + 1) >= first)
+        reached = runs.reached(some[first:], first, last, n + 1)
+        assert reached.tolist() == [bool(some[starts].any()) for starts in fits[last:]]
+        assert (np.diff(runs.lows) >= 0).all()
+        assert all(min(starts) >= low for starts, low in zip(fits, runs.lows.tolist(), strict=True) if starts)
         assert not memory.hopeless([room]) or held[0, n] > room
 
 

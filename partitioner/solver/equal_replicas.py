@@ -324,7 +324,7 @@ class Case:
         """What is found by what only grows with a stage; where that does not fit, by all that a stage holds. Not
         `surely`: where too much would have to be looked at for that, cuts that may not fit, and no others do better."""
         since = {speed: self._since(cap, speed) for speed in set(self.speeds)}
-        kinds = set(zip(self.speeds, self.room, strict=True))
+        kinds = set(self._kinds)
         of_kind = {kind: Runs.of(np.maximum(self._memory.near(kind[1]), since[kind[0]])) for kind in kinds}
         cuts = look(cap, hops, of_kind)
         if cuts is None or self._fit(cuts):
@@ -356,32 +356,59 @@ class Case:
     def _known_runs(self) -> dict[Kind, tuple[Ints, Runs, bool]]:
         return {}
 
-    def _begins(self, cap: float, hops: list[Floats]) -> Iterator[tuple[Kind, slice, Flags]]:
-        """By stage: its speed and room; positions, and of these where it may begin."""
-        n, starts = self.among.graph.num_layers, self.among.starts(self.shape.num_stages)
+    @cached_property
+    def _kinds(self) -> list[Kind]:
+        """By stage."""
+        return list(zip(self.speeds, self.room, strict=True))
+
+    @cached_property
+    def _cuttable(self) -> Flags:
+        """By position, whether a stage may begin there."""
+        flags: Flags = np.zeros(self.among.graph.num_layers + 1, dtype=np.bool_)
+        flags[[0, *self.among.graph.allowed_cuts]] = True
+        return flags
+
+    def _begins(self, s: int, first: int, last: int, cap: float, hops: list[Floats]) -> Flags:
+        """Of the positions [first, last), where stage s may begin."""
+        starts = self.among.starts(self.shape.num_stages)
         assert starts is not None, "asked before"
-        allowed = np.zeros(n + 1, dtype=np.bool_)
-        allowed[[0, *self.among.graph.allowed_cuts]] = True
-        for s, kind in enumerate(zip(self.speeds, self.room, strict=True)):
-            some = slice(starts.low[s], starts.high[s] + 1)
-            yield kind, some, allowed[some] & (hops[s][some] <= cap * ROUNDING)
+        flags: Flags = self._cuttable[first:last] & (hops[s][first:last] <= cap * ROUNDING)
+        flags[: max(0, starts.low[s] - first)] = False
+        flags[max(0, starts.high[s] + 1 - first) :] = False
+        return flags
 
     def _reached(self, cap: float, hops: list[Floats], runs: dict[Kind, Runs]) -> Cuts | None:
-        """Any cuts: where each stage can begin, one after the other, O(n p), and from the end back the latest."""
-        n = self.among.graph.num_layers
-        reached = np.arange(n + 1) == 0
-        history: list[tuple[Kind, Flags]] = []
-        for kind, some, begins in self._begins(cap, hops):
-            here = np.zeros(n + 1, dtype=np.bool_)
-            here[some] = reached[some] & begins
-            history.append((kind, here))
-            reached = runs[kind].reached(here)
-        if not reached[n]:
+        """Any cuts: where each stage can begin, one after the other, O(n p), and from the end back the latest.
+
+        Looked at are only positions that are not too early for the stages still to come, and not too far.
+        """
+        p, n = self.shape.num_stages, self.among.graph.num_layers
+        least = [n] * (p + 1)  # before it, a boundary is too early
+        for s in range(p - 1, -1, -1):
+            if (low := int(runs[self._kinds[s]].lows[least[s + 1]])) > n:
+                return None
+            least[s] = low
+        if least[0] > 0:
+            return None
+        first, reached = 0, np.ones(1, dtype=np.bool_)
+        history: list[tuple[int, Flags]] = []
+        for s, kind in enumerate(self._kinds):
+            last = first + len(reached)
+            begins = reached & self._begins(s, first, last, cap, hops)
+            history.append((first, begins))
+            furthest = int(np.searchsorted(runs[kind].lows, last - 1, side="right"))
+            since = max(least[s + 1], first + 1)
+            if since >= furthest:
+                return None
+            reached = runs[kind].reached(begins, first, since, furthest)
+            first = since
+        if not reached[n - first]:
             return None
         cuts, at = [], n
-        for kind, here in reversed(history):
+        for kind, (first, begins) in zip(reversed(self._kinds), reversed(history), strict=True):
             places = runs[kind].places(at)
-            at = int(places[here[places]][-1])
+            places = places[(places >= first) & (places < first + len(begins))]
+            at = int(places[begins[places - first]][-1])
             cuts.append(at)
         return tuple(reversed(cuts[:-1]))
 
@@ -395,9 +422,9 @@ class Case:
         before = graph.at(self.shape.samples).forward_before_s
         best = np.where(np.arange(n + 1) == 0, 0.0, math.inf)
         history: list[tuple[Kind, Floats]] = []
-        for s, (kind, some, begins) in enumerate(self._begins(cap, hops)):
-            base = np.full(n + 1, math.inf)
-            base[some] = np.where(begins, best[some] + hops[s][some] - before[some] / kind[0], math.inf)
+        for s, kind in enumerate(self._kinds):
+            begins = self._begins(s, 0, n + 1, cap, hops)
+            base = np.where(begins, best + hops[s] - before / kind[0], math.inf)
             history.append((kind, base))
             best = runs[kind].least(base) + (before + slicing_s) / kind[0]
         if not best[n] < math.inf:

@@ -116,11 +116,24 @@ class Runs:
         least: Floats = np.minimum(flat[near], flat[far])
         return least if self._firsts is None else np.minimum.reduceat(least, self._firsts)
 
-    def reached(self, places: Flags) -> Flags:
-        """[ends] whether one comes there from any of these places."""
+    @cached_property
+    def lows(self) -> Ints:
+        """[ends] a place up to which, by end, none leads to it or to any later end. Ascending."""
+        low = np.where(self.low < self.high, self.low, int(self.end[-1]) + 1)
+        if self._firsts is not None:
+            low = np.minimum.reduceat(low, self._firsts)
+        ascending: Ints = np.minimum.accumulate(low[::-1])[::-1]
+        return ascending
+
+    def reached(self, places: Flags, place: int, first: int, last: int) -> Flags:
+        """Of the ends [first, last): whether one comes there from any of `places`, flags of those from `place` on."""
         count = np.concatenate(([0], np.cumsum(places)))
-        some: Flags = count[np.maximum(self.high, self.low)] > count[self.low]
-        return some if self._firsts is None else np.logical_or.reduceat(some, self._firsts)
+        runs = slice(first, last)
+        if self._firsts is not None:
+            runs = slice(*np.searchsorted(self.end, (first, last)).tolist())
+        low, high = (np.clip(side[runs] - place, 0, len(places)) for side in (self.low, self.high))
+        some: Flags = count[np.maximum(high, low)] > count[low]
+        return some if self._firsts is None else np.logical_or.reduceat(some, self._firsts[first:last] - runs.start)
 
     def places(self, end: int) -> Ints:
         """Those of one end, ascending."""
