@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rank_pool import RankPool
+
+import partitioner
+from partitioner.plan import Plan
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 SMALL_GPT2 = ["train_gpt2.py", "--steps", "6", "--batch", "8", "--length", "32"]
-
-
-def run(command: list[str]) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=EXAMPLES, env=environment, capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def test_no_example_is_left_out() -> None:
@@ -27,26 +29,48 @@ def test_no_example_is_left_out() -> None:
 
 
 def test_gpt2_is_planned_and_trained_from_one_command() -> None:
-    output = run([sys.executable, *SMALL_GPT2])
-    assert "Plan of GPT2LMHeadModel" in output
-    found = re.search(r"loss (\S+) -> (\S+); step predicted (\S+) ms, measured (\S+) ms", output)
-    assert found is not None, output
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, *SMALL_GPT2]
+    done = subprocess.run(command, cwd=EXAMPLES, env=environment, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Plan of GPT2LMHeadModel" in done.stdout
+    found = re.search(r"loss (\S+) -> (\S+); step predicted (\S+) ms, measured (\S+) ms", done.stdout)
+    assert found is not None, done.stdout
     assert float(found[2]) < float(found[1])
     assert float(found[3]) > 0
     assert float(found[4]) > 0
 
 
-def test_gpt2_runs_as_a_pipeline_under_torchrun() -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    output = run([*torchrun, *SMALL_GPT2, "--pp", "2", "--microbatches", "4", "--schedule", "1f1b"])
-    assert "pp 2 x dp 1" in output
-    assert "Plan of" in output
-    assert output.count("Plan of GPT2LMHeadModel") == 1, "only rank 0 prints the plan"
+def run_here(path: str, arguments: list[str]) -> str:
+    """What the script prints when it is started with these arguments, as `python path arguments` or on a rank."""
+    before, sys.argv = sys.argv, [path, *arguments]
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            runpy.run_path(path, run_name="__main__")
+    finally:
+        sys.argv = before
+    return printed.getvalue()
+
+
+def test_gpt2_runs_as_a_pipeline_on_ranks_that_are_there(ranks: RankPool) -> None:
+    """The ranks of the pool find what torchrun sets, which starts its own in test_executor_launcher."""
+    name, *arguments = SMALL_GPT2
+    arguments += ["--pp", "2", "--microbatches", "4", "--schedule", "1f1b"]
+    first, second = ranks.run(2, run_here, str(EXAMPLES / name), arguments)
+    assert "pp 2 x dp 1" in first
+    assert first.count("Plan of GPT2LMHeadModel") == 1 and "loss" in first
+    assert second == "", "only rank 0 prints"
 
 
 @pytest.mark.parametrize("example", ["train_unet.py", "data_parallel.py"])
-def test_the_loss_falls(example: str) -> None:
-    output = run([sys.executable, example])
+def test_the_loss_falls(example: str, ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the pool's ranks instead of those that `launch` starts."""
+
+    def launch(train: Callable[..., Any], plan: Plan, *args: Any) -> list[Any]:
+        return ranks.run(plan.num_ranks, train, *args)
+
+    monkeypatch.setattr(partitioner, "launch", launch)
+    output = run_here(str(EXAMPLES / example), [])
     found = re.search(r"loss (\S+) -> (\S+)", output)
     assert found is not None, output
     assert float(found[2]) < float(found[1])
