@@ -1,6 +1,7 @@
 """What `capacity()` answers: does it fit, what fills the heaviest rank, how fast, at what price, what would change it.
 
-All of it is estimated. Times lie within `band` of the truth for two of three published runs; memory is what one rank's
+All of it is estimated. Times lie within `band` of the truth for two of three published runs, nearer where runs of this
+training were measured and given; memory is what one rank's
 allocator would hold at its peak, context and communicators included.
 """
 
@@ -73,6 +74,10 @@ class LayoutForecast(Frozen):
     limit_bytes: Bytes
     step_s: Seconds
     """One optimizer step, the optimizer included."""
+    factor: float = 1.0
+    """By which measured runs have moved its seconds."""
+    band: float = 0.0
+    """`step_s` is within x (1 ± band) for two of three published runs."""
     parts: StepParts
     throughput: float
     """Samples a second, all devices together."""
@@ -135,6 +140,19 @@ class Variation(Frozen):
     """Why it cannot be had at all."""
 
 
+class MeasuredStep(Frozen):
+    """A run that was had, beside what was predicted of it."""
+
+    mesh: dict[str, int]
+    batch_size: Annotated[int, Field(ge=1)]
+    num_microbatches: Annotated[int, Field(ge=1)]
+    measured_s: Seconds
+    predicted_s: Seconds
+    """Without any measured run."""
+    then_s: Seconds
+    """With all of them: between the two, since a run has noise of its own."""
+
+
 class CapacityReport(Shown, Frozen):
     """What `capacity()` returns: plain data, saved and loaded as JSON."""
 
@@ -169,7 +187,9 @@ class CapacityReport(Shown, Frozen):
     price_per_hour: float | None = None
     """Of one device."""
     band: float
-    """Times are within x (1 ± band) for two of three published runs."""
+    """Times are within x (1 ± band) for two of three published runs, without measured ones; a layout has its own."""
+    measured: tuple[MeasuredStep, ...] = ()
+    """Runs that were given; times of layouts are moved by them."""
     provenance: Literal["estimated"] = "estimated"
     why: tuple[str, ...] = ()
 
@@ -193,6 +213,7 @@ class CapacityReport(Shown, Frozen):
         blocks: list[Facts | Table | Prose | Drawing] = [
             Prose("verdict", (self.verdict(),)),
             Facts(self._facts()),
+            *((self._runs(),) if self.measured else ()),
             self._memory(),
             self._layouts(),
         ]
@@ -231,7 +252,8 @@ class CapacityReport(Shown, Frozen):
                 f"{self.optimizer}, before anything is shared",
             ),
             ("layout", _layout(best)),
-            ("step", f"{seconds(best.step_s)} ± {percent(self.band)}, {_parts(best)}"),
+            ("step", f"{seconds(best.step_s)} ± {percent(best.band)}, {_parts(best)}"),
+            *((("unmeasured", self._without_runs()),) if self.measured else ()),
             ("throughput", f"{best.throughput:,.1f} samples/s at a batch of {self.batch_size:,}"),
             ("speedup", f"{best.speedup:.2f} x one device of unlimited memory"),
             ("efficiency", f"{percent(best.efficiency)} of {count(best.num_devices, 'device')}"),
@@ -244,6 +266,33 @@ class CapacityReport(Shown, Frozen):
         if self.longest_sequence:
             facts.append(("longest sequence", f"{self.longest_sequence:,}"))
         return tuple(facts)
+
+    def _without_runs(self) -> str:
+        """What was predicted of the best layout before it was moved."""
+        best = self.best
+        runs = count(len(self.measured), "measured run")
+        before = f"{seconds(best.step_s / best.factor)} ± {percent(self.band)}"
+        return f"{before} without the {runs}: this layout was moved by {100 * (best.factor - 1):+.1f} %"
+
+    def _runs(self) -> Table:
+        rows = tuple(
+            (
+                mesh(one.mesh),
+                f"{count(one.batch_size, 'sample')} in {count(one.num_microbatches, 'micro-batch', 'micro-batches')}",
+                seconds(one.measured_s),
+                seconds(one.predicted_s),
+                f"{100 * (one.measured_s / one.predicted_s - 1):+.1f} %",
+                seconds(one.then_s),
+            )
+            for one in self.measured
+        )
+        return Table(
+            ("measured run", "batch", "measured", "predicted", "off by", "predicted then"),
+            rows,
+            wide=("measured run",),
+            note="a run has noise of its own, so that a prediction moves most of the way only; layouts unlike it less",
+            caption="Runs that were measured",
+        )
 
     def _memory(self) -> Table:
         best = self.best

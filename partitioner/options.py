@@ -35,6 +35,25 @@ def _change(text: str) -> tuple[str, list[Any]]:
     return name, [int(value) if value.isdigit() else value for value in values.split(",")]
 
 
+def _run(text: str) -> dict[str, Any]:
+    """A run that was measured: pp=2,dp=4,batch_size=64,microbatches=2,step_s=0.82."""
+    found: dict[str, Any] = {"mesh": {}}
+    for part in text.split(","):
+        name, equals, value = (word.strip() for word in part.partition("="))
+        if not equals or not value:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a run: write it like dp=8,batch_size=64,step_s=0.82")
+        if name in ("tp", "pp", "dp"):
+            found["mesh"][name] = int(value) if value.isdigit() else value
+        elif name in ("step_s", "samples_per_s"):
+            try:
+                found[name] = float(value)
+            except ValueError:
+                raise argparse.ArgumentTypeError(f"{name}={value!r} is not a number") from None
+        else:
+            found[name] = int(value) if value.isdigit() else value
+    return found
+
+
 FACTORY: dict[str, Any] = {"metavar": "pkg.mod:factory", "help": "what makes the model and its inputs"}
 
 TRAINING: dict[str, dict[str, Any]] = {
@@ -55,7 +74,16 @@ TRAINING: dict[str, dict[str, Any]] = {
 PLANNING = (*TRAINING, "profile", "gradient_compression", "objective", "check", "seed")
 """Arguments of partition() that are options of `plan`, under the same names."""
 
-CAPACITY = (*TRAINING, "accumulate", "longest_sequence", "sequence_dim", "price_per_hour", "most_devices", "hardware")
+CAPACITY = (
+    *TRAINING,
+    "accumulate",
+    "measured",
+    "longest_sequence",
+    "sequence_dim",
+    "price_per_hour",
+    "most_devices",
+    "hardware",
+)
 """Arguments of capacity() that are options of `capacity`, under the same names."""
 
 
@@ -115,6 +143,13 @@ def parser(about: str) -> argparse.ArgumentParser:
     capacity.add_argument("--accumulate", help="fp32: gradients are added up in 32 bits")
     capacity.add_argument(
         "--what-if", type=_change, action="append", metavar="NAME=A,B", help="change one thing: batch_size=128,512"
+    )
+    capacity.add_argument(
+        "--measured",
+        type=_run,
+        action="append",
+        metavar="RUN",
+        help="a step of this training that was measured on such devices: dp=8,batch_size=64,microbatches=2,step_s=0.82",
     )
     capacity.add_argument("--no-curve", action="store_true", help="leave out smaller numbers of devices")
     capacity.add_argument("--longest-sequence", action="store_true", default=None, help="search it too")

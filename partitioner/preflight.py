@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -20,9 +20,10 @@ from torch import nn
 
 from partitioner.arguments import check_arguments
 from partitioner.errors import ArgumentError, InfeasibleError, PartitionerError, expect
-from partitioner.forecast import CapacityReport, CurvePoint, LayoutForecast, StepParts, Variation
+from partitioner.forecast import CapacityReport, CurvePoint, LayoutForecast, MeasuredStep, StepParts, Variation
 from partitioner.layouts import Candidate, Demand, Found, Search, check_wish, held_by_stage
 from partitioner.losses import LossFunction
+from partitioner.measured import Compared, compared, measured_runs
 from partitioner.microbatches import MicroBatch, as_call
 from partitioner.profiles import Profile
 from partitioner.progress import Progress, shown
@@ -64,6 +65,7 @@ def capacity(
     most_devices: int | None = None,
     max_share: float = 1 / 16,
     hardware: str | None = None,
+    measured: Any = (),
     progress: bool | Progress | None = None,
 ) -> CapacityReport:
     """Whether training `model` fits these devices, what fills them, how fast it is, and what would change it.
@@ -83,6 +85,11 @@ def capacity(
     devices too; with `price_per_hour` of one device, what a step costs. `longest_sequence`: search it too; samples have
     their length along `sequence_dim`. `most_devices`: where the search for the fewest devices ends. `hardware`: a file
     of your own devices. `max_share`: a layer is at most this share of the work, where it can be opened.
+
+    `measured`: runs of this training that were had on such devices, in this precision: {"mesh": {"dp": 8},
+    "batch_size": 64, "microbatches": 2, "step_s": 0.82}, or a list of them, with `samples_per_s` instead of `step_s`,
+    and `recompute`, `shard`, `schedule`, `stages_per_rank`, `sequence_length` where those were not never, none, 1f1b, 1
+    and that of the inputs. They move all times, layouts like theirs the most, and narrow their bands (`calibration`).
 
     A training that does not fit is a report with `fits` False. Errors: ArgumentError (with both numbers), and
     UnsupportedModelError for a model that cannot be followed without its values.
@@ -114,6 +121,7 @@ def capacity(
     )
     cluster = asked.cluster
     check_changes(what_if or {})
+    runs = measured_runs(measured)
     if price_per_hour is not None:
         expect("price_per_hour", price_per_hour, (int, float), "the price of one device")
     if price_per_hour is not None and price_per_hour < 0:
@@ -127,6 +135,10 @@ def capacity(
         ):
             demand = asked.demand(study)
         check_wish(asked.wish, demand, cluster.num_devices)
+        beside = compared(runs, asked, study)
+        if beside:
+            asked = replace(asked, evidence=tuple(one.evidence for one in beside))
+            demand = asked.demand(study)
         tell("searching layouts", 0.6)
         search = Search(demand, asked.wish)
         found = search.run(cluster.num_devices)
@@ -173,7 +185,8 @@ def capacity(
         variations=variations,
         price_per_hour=price_per_hour,
         band=demand.prices.rates.constants.error_band,
-        why=_why(asked, demand, best, found),
+        measured=tuple(_beside(one, demand) for one in beside),
+        why=(*_why(asked, demand, best, found), *_why_measured(demand, beside, what_if or {})),
     )
 
 
@@ -201,6 +214,8 @@ def _forecast(one: Candidate, demand: Demand, alone_s: float, best: Candidate) -
         memory=one.memory,
         limit_bytes=demand.limit_bytes,
         step_s=step.step_s,
+        factor=step.factor,
+        band=step.band,
         parts=_parts(one),
         throughput=throughput,
         speedup=speedup,
@@ -208,6 +223,19 @@ def _forecast(one: Candidate, demand: Demand, alone_s: float, best: Candidate) -
         runnable=not reasons,
         why_not=reasons,
         note="" if one is best else _compared(one, best),
+    )
+
+
+def _beside(one: Compared, demand: Demand) -> MeasuredStep:
+    correction = demand.prices.calibration.at(one.evidence.place)
+    layout = one.layout
+    return MeasuredStep(
+        mesh={"tp": layout.tp, "pp": layout.pp, "dp": layout.dp},
+        batch_size=one.batch_size,
+        num_microbatches=layout.num_microbatches,
+        measured_s=one.measured_s,
+        predicted_s=one.predicted_s,
+        then_s=one.predicted_s * correction.factor,
     )
 
 
@@ -263,8 +291,8 @@ def _compared(one: Candidate, best: Candidate) -> str:
     name = max(_WORDS, key=lambda part: getattr(mine, part) - getattr(theirs, part))
     slower = one.step.step_s / best.step.step_s - 1
     lost = (getattr(mine, name) - getattr(theirs, name)) / best.step.step_s
-    if lost <= 1e-4:
-        return "as fast, and less simple"
+    if lost <= 1e-4 or slower <= 0:
+        return "as fast, as far as can be told, and less simple"
     return f"{100 * slower:.1f} % slower: {_WORDS[name]} ({100 * lost:.1f} % of the best step)"
 
 
@@ -412,6 +440,24 @@ def _why(asked: Request, demand: Demand, best: Candidate, found: Found) -> tuple
         )
     said.append("all figures are estimated: nothing was run")
     return tuple(said)
+
+
+def _why_measured(demand: Demand, beside: Sequence[Compared], what_if: Mapping[str, Any]) -> Iterator[str]:
+    """What was made of measured runs, and where they were of no use."""
+    calibration = demand.prices.calibration
+    if beside:
+        yield (
+            "times are moved by what the measured runs showed, the more the likelier a layout is to theirs; a layout's "
+            "band is what is then left of it"
+        )
+    if calibration.common:
+        yield (
+            f"the measured runs are further from their predictions than 99 of 100 published ones (at most "
+            f"{100 * math.expm1(calibration.fitted.usual):.0f} % off): what is beyond that, "
+            f"{100 * math.expm1(calibration.common):+.0f} %, was taken for all layouts alike. Was it this training?"
+        )
+    if beside and (others := sorted({"gpus", "precision"} & set(what_if))):
+        yield f"changes of {' and '.join(others)} to others are predicted without the measured runs"
 
 
 _NAMES = {

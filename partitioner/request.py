@@ -11,6 +11,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import nn
 
+from partitioner.calibration import Calibration, Evidence
 from partitioner.errors import ArgumentError, expect
 from partitioner.layouts import Demand, Wish
 from partitioner.profiles import Profile
@@ -46,6 +47,8 @@ class Request:
     memory_limit_bytes: int | None
     hardware: str | None
     sequence_length: int | None = None
+    evidence: tuple[Evidence, ...] = ()
+    """What measured runs showed of predictions, on this kind of device and in this precision."""
 
     def check(self) -> None:
         """ArgumentError where a value is impossible."""
@@ -59,10 +62,14 @@ class Request:
         match name:
             case "gpus":
                 changed = replace(self, cluster=_cluster(value))
+                if changed.cluster.devices[0].name != self.cluster.devices[0].name:
+                    changed = replace(changed, evidence=())
             case "mesh":
                 changed = replace(self, wish=replace(self.wish, mesh=_mesh(value)))
             case "precision":
                 changed = replace(self, precision=_precision(value, study.model))
+                if changed.precision != self.precision:
+                    changed = replace(changed, evidence=())
             case "recompute":
                 changed = replace(self, wish=replace(self.wish, recompute=_one_of(name, value, get_args(Recompute))))
             case "shard":
@@ -89,6 +96,8 @@ class Request:
             per_node=per_node,
             hardware=self.hardware,
         )
+        prices.length = self.sequence_length or study.length or 1
+        prices.calibration = Calibration(list(self.evidence))
         graph = study.graph(dtype, prices, self.sequence_length)
         return Demand(
             graph=graph,

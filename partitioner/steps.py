@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from partitioner.calibration import Calibration, Place
 from partitioner.errors import ArgumentError
 from partitioner.rates import PRECISIONS, Attention, Casts, Constants, Network, Precision, Rates
 from partitioner.specs import EXCHANGES, SCHEDULES, Cluster, Link, Recompute, ScheduleName, Shard, known_device
@@ -158,6 +159,8 @@ class StepBreakdown:
     """Of forward and backward without recomputation, whole step, all devices."""
     band: float
     """The step is within step_s x (1 ± band) on two of three published runs."""
+    factor: float = 1.0
+    """By which runs that were measured have moved all of these seconds."""
     provenance: Literal["estimated"] = "estimated"
 
 
@@ -171,6 +174,10 @@ class Planner:
     inter: Link
     per_node: int = 8
     precision: Precision = "fp32"
+    length: float = 1
+    """Of a sample: what tells runs of `calibration` apart that had another."""
+    calibration: Calibration = field(default_factory=lambda: Calibration([]))
+    """Runs that were measured: they move all seconds of a step, and narrow its band."""
     _priced: dict[tuple[object, ...], LayerSeconds] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -239,12 +246,9 @@ class Planner:
         share = work.output_float32_bytes / work.output_bytes if work.output_bytes else 1.0
         return 1.0 if wide else 1 - share / 2
 
-    def step(
-        self, layout: Layout, *, optimizer_moved_bytes: float | None = None, calibration: float = 1.0
-    ) -> StepBreakdown:
-        """Seconds of one step. `calibration` multiplies all of them: measured / predicted of a run that was had.
-
-        `optimizer_moved_bytes`: read and written a parameter element by the optimizer; None: Adam's.
+    def step(self, layout: Layout, *, optimizer_moved_bytes: float | None = None) -> StepBreakdown:
+        """Seconds of one step. `optimizer_moved_bytes`: read and written a parameter element by the optimizer; None:
+        Adam's.
         """
         layout.check(len(self.work.layer_ids))
         layers = self.work.at(layout.microbatch)
@@ -276,20 +280,22 @@ class Planner:
         compute_s, recompute_s = part("forward_s") + part("backward_s"), part("recompute_s")
         tp_s, gather_s, send_s = part("tp_s"), part("gather_s"), part("send_s")
         whole = compute_s + recompute_s + tp_s + gather_s + send_s + bubble + dp_s + optimizer_s + c.step_base_s
+        factor, band_share = self.calibration.at(place_of(layout, self.length))
         return StepBreakdown(
-            step_s=whole * calibration,
-            compute_s=compute_s * calibration,
-            recompute_s=recompute_s * calibration,
-            tp_s=tp_s * calibration,
-            gather_s=gather_s * calibration,
-            send_s=send_s * calibration,
-            bubble_s=bubble * calibration,
-            dp_s=dp_s * calibration,
-            optimizer_s=optimizer_s * calibration,
-            base_s=c.step_base_s * calibration,
+            step_s=whole * factor,
+            compute_s=compute_s * factor,
+            recompute_s=recompute_s * factor,
+            tp_s=tp_s * factor,
+            gather_s=gather_s * factor,
+            send_s=send_s * factor,
+            bubble_s=bubble * factor,
+            dp_s=dp_s * factor,
+            optimizer_s=optimizer_s * factor,
+            base_s=c.step_base_s * factor,
             stages=tuple(stages),
             flops=sum(one.flops for one in priced) * m * layout.dp,
-            band=c.error_band,
+            band=c.error_band * band_share,
+            factor=factor,
         )
 
     def _bounds(self, layout: Layout, priced: Sequence[LayerSeconds]) -> list[tuple[int, int]]:
@@ -412,6 +418,21 @@ class LayerSeconds:
     def total_s(self) -> float:
         forward = max(self.forward[0] + self.forward_reduce_s, self.forward[1])
         return forward + max(self.backward[0] + self.backward_reduce_s, self.backward[1])
+
+
+def place_of(layout: Layout, length: float = 1) -> Place:
+    """Where a layout stands among others of one model, for calibration."""
+    exchange = EXCHANGES.get(layout.shard)
+    return Place(
+        tp=layout.tp,
+        pp=layout.pp,
+        dp=layout.dp,
+        microbatch=layout.microbatch,
+        num_microbatches=layout.num_microbatches,
+        length=length,
+        recompute=2.0 if layout.recompute == "always" else 1.0,
+        gathers=2.0 if exchange is not None and exchange.microbatch_gathers else 1.0,
+    )
 
 
 def training_step(

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from partitioner.actions import Table, chain
+from partitioner.calibration import Calibration, Evidence, distances
 from partitioner.clock import Replica, StageCost, Transfer, run_clock
 from partitioner.errors import ArgumentError
 from partitioner.ordering import Room, search_order
 from partitioner.rates import constants
 from partitioner.specs import EXCHANGES, Cluster, Shard, known_link
-from partitioner.steps import Layout, balanced, data_parallel_speedup, planner, rank_parameters, training_step
+from partitioner.steps import (
+    Layout,
+    balanced,
+    data_parallel_speedup,
+    place_of,
+    planner,
+    rank_parameters,
+    training_step,
+)
 from partitioner.work import Kernel, LayerWork, ModelWork
 
 T = 4096.0
@@ -144,10 +154,16 @@ def test_overlap_hides_reductions_and_sharding_divides_the_optimizer() -> None:
     assert step(dp=8, shard="zero3").gather_s > 0
 
 
-def test_calibration_multiplies_every_part() -> None:
+def test_calibration_multiplies_every_part_and_narrows_the_band() -> None:
     plan = planner(WORK, "A100-80GB", precision="bf16")
     layout = Layout(pp=2, num_microbatches=4)
-    assert plan.step(layout, calibration=1.5).step_s == pytest.approx(1.5 * plan.step(layout).step_s)
+    before = plan.step(layout)
+    plan.calibration = Calibration([Evidence(place_of(layout), 0.1)])
+    after, moved = plan.step(layout), math.exp(0.1 * (1 - distances().repeat))
+    assert after.factor == pytest.approx(moved) and before.factor == 1
+    for name in ("step_s", "compute_s", "send_s", "bubble_s", "optimizer_s", "base_s"):
+        assert getattr(after, name) == pytest.approx(moved * getattr(before, name))
+    assert after.band == pytest.approx(before.band * math.sqrt(1 - (1 - distances().repeat) ** 2))
 
 
 def test_a_cluster_brings_its_own_links() -> None:

@@ -4,12 +4,13 @@ A line a source: rows, mean and median absolute error, bias, Kendall tau over al
 two errors with calibration, seconds taken. --rows FILE writes every row.
 
 calib.   one factor a source, its median measured / predicted: what the best factor would leave
-one run  one factor a system (source, device, precision), taken from one of its measured runs, scored on its other
-         runs; the mean over every run as that one, not the luckiest
+one run  told from one measured run of the same system (source, device, precision) and model, as
+         capacity(measured=...) does; the mean over every such run as that one, not the luckiest. Of rows whose
+         model was run in one way only there is none
+(raw)    the same with that run's measured / predicted as the factor: it brings the run's own error along
 
-Below the sources: the errors with calibration over those of large models, all rows together and the mean of sources.
-A factor from one run brings that run's own error along: of two runs whose errors are independent and e each, the one
-leaves about 1.4 e of the other.
+Below the sources: large models, all rows together and the mean of sources; zero-shot* over the rows of "one run".
+--split check leaves out the rows that constants and distances were fitted to.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 import memory
+import one_run
 from published_models import work_of
 from published_runs import Run, rows_of, runs_of
 from published_speedups import Speedup, speedups_of
 
+from partitioner.calibration import distances
 from partitioner.rates import Constants, Network, Rates, constants
 from partitioner.specs import known_device
 from partitioner.steps import Planner, StepBreakdown, data_parallel_speedup
@@ -118,19 +121,6 @@ def calibrated(pairs: Sequence[tuple[float, float, object]]) -> float:
     return 100 * statistics.fmean(abs(math.exp(one - middle) - 1) for one in logs)
 
 
-def from_one_run(pairs: Sequence[tuple[float, float, object]], systems: Sequence[object]) -> list[float]:
-    """Error of each run, percent, with the factor of another run of its system; the mean over all the others."""
-    ratios: dict[object, list[float]] = defaultdict(list)
-    for (p, m, _), system in zip(pairs, systems, strict=True):
-        ratios[system].append(p / m)
-    return [
-        100 * statistics.fmean(abs(own / other - 1) for j, other in enumerate(group) if j != k)
-        for group in ratios.values()
-        if len(group) > 1
-        for k, own in enumerate(group)
-    ]
-
-
 def group_of(run: Run) -> object:
     """Runs of which one would pick the fastest: the same work on the same devices."""
     row = run.facts
@@ -169,13 +159,13 @@ def main() -> None:
     predictor = Predictor(constants())
     result: dict[str, dict[str, float]] = {}
     details = []
-    names = ("rows", "mape %", "median", "bias", "tau", "within", "calib.", "one run", "s")
+    names = ("rows", "mape %", "median", "bias", "tau", "within", "calib.", "one run", "(raw)", "s")
     print(f"{'source':44}" + "".join(f"{name:>8}" for name in names))
     large: dict[str, dict[str, list[float]]] = defaultdict(dict)
     for stem, (runs, speedups) in sources(arguments.truth, arguments.source).items():
         begun = time.perf_counter()
         pairs: list[tuple[float, float, object]] = []
-        systems: list[object] = []
+        scored: list[Run] = []
         left_out = 0
         for run in runs:
             if arguments.split != "all" and split_of(run.row_id) != arguments.split:
@@ -184,7 +174,7 @@ def main() -> None:
             parts = predictor.step(run)
             if run.scored:
                 pairs.append((seconds, run.measured_s, group_of(run)))
-                systems.append((run.device, run.precision))
+                scored.append(run)
             else:
                 left_out += 1
             details.append(
@@ -204,7 +194,6 @@ def main() -> None:
             value = predictor.speedup(one)
             if one.scored:
                 pairs.append((value, one.measured, (one.model, one.device, one.precision)))
-                systems.append((one.model, one.device, one.precision))
             else:
                 left_out += 1
             details.append(
@@ -214,22 +203,35 @@ def main() -> None:
             )  # fmt: skip
         if not pairs:
             continue
-        one_run = from_one_run(pairs, systems)
+        told = (
+            one_run.by_source(one_run.systems_of(stem, scored, [p for p, _, _ in pairs]), distances()).get(stem)
+            if scored
+            else None
+        )
         line = scores(pairs) | {
             "not_scored": left_out,
             "calibrated_mape_pct": calibrated(pairs),
-            "one_run_mape_pct": statistics.fmean(one_run) if one_run else math.nan,
+            "one_run_mape_pct": 100 * one_run.mean_of(told.one_run_model) if told else math.nan,
+            "one_run_raw_mape_pct": 100 * one_run.mean_of(told.one_run_model_raw) if told else math.nan,
         }
         if runs and stem != "neusight_e2e":
             large["zero-shot"][stem] = [100 * abs(p / m - 1) for p, m, _ in pairs]
             large["calib."][stem] = [line["calibrated_mape_pct"]] * len(pairs)
-            large["one run"][stem] = one_run
+            assert told is not None
+            for name, errors in (
+                ("zero-shot*", told.zero_shot_model),
+                ("one run of the model", told.one_run_model),
+                ("one run of the model, raw", told.one_run_model_raw),
+                ("one run of any model", told.one_run),
+                ("all other runs", told.all_runs),
+            ):
+                large[name][stem] = [100 * float(error) for error in errors if not math.isnan(error)]
         line["seconds"] = time.perf_counter() - begun
         result[stem] = line
         print(
             f"{stem:44}{line['rows']:8}{line['mape_pct']:8.1f}{line['median_pct']:8.1f}{line['bias_pct']:8.1f}"
             f"{line['kendall_tau']:8.2f}{line['kendall_tau_within']:8.2f}{line['calibrated_mape_pct']:8.1f}"
-            f"{line['one_run_mape_pct']:8.1f}{line['seconds']:8.1f}",
+            f"{line['one_run_mape_pct']:8.1f}{line['one_run_raw_mape_pct']:8.1f}{line['seconds']:8.1f}",
             flush=True,
         )
     together = {

@@ -9,7 +9,7 @@ bias, plus a weak pull to the starting values, so that a constant that nothing d
 The errors are taken as straight lines in the constants' logarithms, and the linear program solved, again and again;
 then each constant is moved alone, as long as that helps.
 --leave-out also fits without each source in turn, begun at the constants of the whole fit and with their slopes, and
-scores it under the result: the error to expect of runs that nobody has fitted.
+scores it under the result: the error to expect of runs that nobody has fitted. fit_calibration.py comes after it.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from published_models import resnet50
 from published_runs import Row, device_name, number, rows_of
 
 import partitioner
+from partitioner.calibration import distances
 from partitioner.rates import Constants, Network, Rates, constants, toml_constants
 from partitioner.specs import Link, known_device
 from partitioner.steps import Layout, Planner
@@ -410,6 +411,10 @@ def write(
         "",
         "[constants]",
         *[f"{name} = {value:.4g}" for name, value in toml_constants(fitted).items()],
+        "",
+        "[calibration]",
+        "# How far errors of two runs come apart, in doublings; written by tests/benchmarks/fit_calibration.py.",
+        *[f"{name} = {value:.4g}" for name, value in dataclasses.asdict(distances()).items()],
         "",
         "[fit]",
         "# Two of three check rows lie within this, mean over sources.",
