@@ -139,9 +139,14 @@ class Attributes:
         self._watch_new()
         self._glance = Glance(self._watched)
 
-    def tensors(self) -> list[torch.Tensor]:
-        """All that attributes, containers and the like hold now."""
-        return [part for place in self._reach.places.values() for _, held in place.items() for part in tensors_in(held)]
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """All that attributes, containers and the like hold now, with what each is called there."""
+        return [
+            (place.name_of(key), part)
+            for place in self._reach.places.values()
+            for key, held in place.items()
+            for part in tensors_in(held)
+        ]
 
     def left_since(self, when: int) -> list[Left]:
         """What was changed from then on; of each name the last change."""

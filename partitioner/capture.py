@@ -669,6 +669,10 @@ class _Chooser:
             reads[item.name] |= {self.zone(when) for when, _ in item.reads}
             writes[item.name] |= {zone for when, node in item.writes for zone in self.zones_of(when, node)}
             inside[item.name] |= {self.zone(when) for when, node in item.writes if self.layer_around(node) is not None}
+        for info in self.recording.infos:
+            if info.kept_as and info.writes:
+                reads[info.kept_as] |= {self.zone(when) for when, _ in info.uses}
+                writes[info.kept_as] |= set(map(self.zone, info.writes))
         own = {self.nodes[number].path: k for k, number in enumerate(self.chosen)}
         found = []
         for name, zones in reads.items():

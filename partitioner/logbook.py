@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from partitioner.absent import Absent
 from partitioner.errors import UnsupportedModelError
 from partitioner.structures import (
     PLAIN,
@@ -29,7 +30,6 @@ from partitioner.structures import (
     opened_object,
     opened_record,
 )
-from partitioner.tracing import call_elsewhere
 
 
 class Entry(NamedTuple):
@@ -354,29 +354,6 @@ class Decoder:
         if code[0] == _WITHHELD:
             raise UnsupportedModelError(f"what a layer put into a {code[1]} cannot be described to later stages")
         self.container(code).refill(self._given.objects[index], list(map(self, code[4])))
-
-
-class Absent:
-    """Stands where an object of an earlier stage was that cannot be sent: may be handed on, may not be looked into."""
-
-    def __init__(self, kind: str) -> None:
-        vars(self)["kind"] = kind
-
-    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        raise UnsupportedModelError(
-            f"the forward looks into a {vars(self)['kind']} that an earlier stage made; only tensors in tuples, lists, "
-            f"dicts, dataclasses and plain objects travel between stages. Pin the layers around it to one stage"
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self._refuse()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return call_elsewhere(self._refuse, args, kwargs) if vars(self)["kind"] == "function" else self._refuse()
-
-    __getitem__ = __setitem__ = __iter__ = __len__ = __bool__ = __contains__ = _refuse
 
 
 def sizes(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -76,6 +76,8 @@ class Info:
     uses: list[Place] = field(default_factory=list)
     foreign: str = ""
     """Buffer or attribute that lives outside of the forward."""
+    kept_as: str = ""
+    """What a tensor in an attribute is called on every rank."""
     handed_out: list[tuple[int, int, str]] = field(default_factory=list)
     """(call, operation, name) where a call returned it that was not given it: to later ranks it is another tensor."""
     writes: list[int] = field(default_factory=list)
@@ -152,7 +154,9 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *
     recorder = _Recorder(model)
     recorder.note_inputs((args, dict(kwargs)))
     attributes = Attributes(model, lambda: recorder.place, tell_new=tell_new)
-    recorder.kept = {id(tensor): tensor for tensor in attributes.tensors() if tensor.grad_fn is not None}
+    held = attributes.tensors()
+    recorder.kept = {id(tensor): tensor for _, tensor in held if tensor.grad_fn is not None}
+    recorder.kept_as = {id(tensor): name for name, tensor in held[::-1]}
     recorder.poll, recorder.left_since = attributes.poll, attributes.left_since
     stance = torch.compiler.set_stance("force_eager")
     states = random_states()
@@ -197,6 +201,8 @@ class _Recorder(Watcher):
         """So that no other tensor is given the id of one that the forward replaces."""
         self.kept: dict[int, torch.Tensor] = {}
         """Tensors with a graph of an earlier forward that the model keeps, by their ids."""
+        self.kept_as: dict[int, str] = {}
+        """Names of what the model keeps in attributes, likewise."""
         self.num_memories = 0
         self.regions: list[Region] = []
         """Checkpoints around."""
@@ -239,6 +245,7 @@ class _Recorder(Watcher):
                 memory=self.memory_of(tensor),
                 memory_nbytes=_memory_nbytes(tensor),
                 foreign=foreign,
+                kept_as=self.kept_as.get(id(tensor), "") if foreign == "attribute" else "",
             )
         )
         key, storage = id(tensor), self.recording.infos[number].storage

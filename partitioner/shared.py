@@ -7,18 +7,22 @@ On one device a layer that sets an attribute is seen by all code after it, in th
     anything sets what an earlier stage reaches    an error: that stage may have begun the next micro-batch already
 
 Looked at are the places that `reaching` finds for more than one stage, and attributes that the captured forward read on
-more than one. A change that capture saw is no matter here: no cut was allowed between it and its readers.
+more than one. A change that capture saw has no cut between it and those who read it then. Others may read it some day:
+
+    on a later stage      it is sent there as all changes are; what cannot be, is `Absent` there
+    on an earlier one     while that runs it is `Absent` there, unless it is set there first
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from partitioner.absent import Absent
 from partitioner.errors import UnsupportedModelError
 from partitioner.glance import Glance
 from partitioner.logbook import Arguments, Decoder, Encoder, Made, is_sendable, left_name, pickled, withheld_in
@@ -68,6 +72,16 @@ class SharedState:
         self.move_to(stage, [layer for layer, where in stage_of.items() if where == stage])
         self._returning = {one.name for one in attributes if one.returns}
         self._start: list[tuple[Place, Any, Any]] = []
+        self._set_later = {
+            one.name
+            for one in attributes
+            if not one.returns
+            and any(stage_of[layer] > stage for layer in one.writers)
+            and not self._readers.get(one.name, 0) >> stage & 1
+        }
+        """Attributes that later stages change in every forward, and that the captured one did not read here."""
+        self._hidden: list[tuple[Place, Any, Any, Absent]] = []
+        """What is `Absent` while a forward runs, and what was there."""
         self._buffers = {
             name: _bits(*(stage_of[layer] for layer in one.layers)) for one in buffers for name in one.names
         }
@@ -94,12 +108,59 @@ class SharedState:
     def begin(self) -> None:
         """A forward begins: what is to be at its end as it is now is noted."""
         self._start = []
+        if self._guarded and self._set_later:
+            self._hide()
         if not self._returning or not self._guarded:
             return
         for place in self._reach.places.values():
             if place.kind in ("module", "attributes"):
                 found = [one for one in place.items() if place.name_of(one[0]) in self._returning]
                 self._start += [(place, key, value) for key, value in found]
+
+    def _hide(self) -> None:
+        """Let nobody read what a later stage has changed and not told of."""
+        for place, key in self._places_of(self._set_later):
+            if not place.readers_of(key) >> self._stage & 1:
+                continue
+            name = place.name_of(key)
+            why = (
+                f"stage {self._stage} reads {name!r}, which a later stage changes in every forward and an earlier one "
+                f"does not learn of; the captured forward did not read it there. Pin the layers that use it to one "
+                f"stage (pin={{layer: stage}}), capture with inputs that take this way, or use replicas only "
+                f"(mesh={{'dp': n}})"
+            )
+            held = dict(place.items()).get(key, GONE)
+            absent = Absent(type(held).__name__, why)
+            self._hidden.append((place, key, held, absent))
+            place.put(key, absent)
+        if self._hidden:
+            self.mark()
+
+    def show(self) -> None:
+        """The forward is over, in whatever way: what nobody has set is as it was before."""
+        for place, key, held, absent in self._hidden:
+            if dict(place.items()).get(key) is absent:
+                place.drop(key) if held is GONE else place.put(key, held)
+        if self._hidden:
+            self._hidden = []
+            self.mark()
+
+    def _places_of(self, names: Collection[str]) -> list[tuple[Place, Any]]:
+        """Where these attributes are held, and containers of these names."""
+        held = [place for place in self._reach.places.values() if place.kind in ("dict", "sequence")]
+        containers = {id(place.owner) for place in held if place.name in names}
+        containers |= {id(place.owner) for place in held if f"{place.name}.__dict__" in names}
+        found = []
+        for place in self._reach.places.values():
+            if place.kind not in ("module", "attributes", "dict"):
+                continue
+            keys = [key for key, value in place.items() if place.name_of(key) in names or id(value) in containers]
+            if place.kind != "dict":
+                start = f"{place.name}." if place.name else ""
+                new = (name.removeprefix(start) for name in names if name.startswith(start))
+                keys += [key for key in new if key.isidentifier() and not hasattr(place.owner, key)]
+            found += [(place, key) for key in keys]
+        return found
 
     def end(self, *, early: bool) -> Then | None:
         """Give back what the rest of the forward would have; where there is no rest, it must have happened.
@@ -165,12 +226,11 @@ class SharedState:
         sent = []
         self.is_moving = self.is_moving or bool(found)
         for change in found:
-            readers = self._readers_of(change)
-            earlier = readers & ((1 << self._stage) - 1)
+            earlier = self._readers_of(change) & ((1 << self._stage) - 1)
             name = change.place.attribute_of(change.key)
             if refusing and earlier and name not in self._ours:
                 raise UnsupportedModelError(self._refusal(change, who, (earlier & -earlier).bit_length() - 1))
-            if readers >> (self._stage + 1):
+            if (self._readers_of(change) | self._all_readers_of(change)) >> (self._stage + 1):
                 sent.append(change)
         return sent
 
@@ -256,7 +316,8 @@ class SharedState:
                 problem = "tensor with a gradient"
             elif not is_sendable(tensor):
                 problem = "tensor of a special kind"
-        if problem:
+        is_read = self._readers_of(change) >> (self._stage + 1) or place.attribute_of(key) not in self._ours
+        if problem and is_read:
             raise UnsupportedModelError(
                 f"{who} of stage {self._stage} puts a {problem} into {place.name_of(key)!r}, which later stages reach "
                 f"and which cannot be sent to them so; the captured forward did not. Pin the layers that use it to one "
@@ -273,6 +334,11 @@ class SharedState:
         if change.content and change.place.twins:
             return self._readers.get(name, 0) | change.place.readers_of_contents(change.key)
         return self._readers.get(name, change.place.readers_of(change.key))
+
+    def _all_readers_of(self, change: Change) -> int:
+        """Stages that reach it, whether or not they read it in the captured forward."""
+        place, key = change.place, change.key
+        return place.readers_of_contents(key) if change.content else place.readers_of(key)
 
     def _follow(self, changes: Sequence[Change]) -> None:
         """Look from now on at what came into places too."""

@@ -98,6 +98,8 @@ class Slice(Part):
             return SliceRun(None, then, sends=walk.collect(ended_early), leaves=walk.leaves)
         finally:
             walk.put_back()
+            if self.shared is not None:
+                self.shared.show()
 
     def as_after(self, run: SliceRun) -> AbstractContextManager[None]:
         """For the backward of `run`: inside, the model is as that forward left it, though others have run since."""

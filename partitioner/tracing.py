@@ -615,6 +615,11 @@ def watcher_here() -> Watcher | None:
     return _current.here.watcher
 
 
+def forward_here() -> Watcher | None:
+    """The watcher of the forward under way on this thread, also in the depths of a layer."""
+    return _current.here.started
+
+
 def unwrap(model: Any) -> nn.Module:
     """The module inside DataParallel, DistributedDataParallel or torch.compile wrappers.
 

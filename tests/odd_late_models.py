@@ -180,11 +180,11 @@ class Layer(nn.Module):
 
 
 class Chain(nn.Module):
-    def __init__(self, kind: Kind, way: str, on: str) -> None:
+    def __init__(self, kind: Kind, way: str, on: str, of: type[Layer] = Layer) -> None:
         super().__init__()
         kept = kind.made()
         does = ["changes", "", "", "reads"] if way == "forth" else ["reads", "", "", "changes"]
-        self.layers = nn.ModuleList(Layer(kind, kept, what, on) for what in does)
+        self.layers = nn.ModuleList(of(kind, kept, what, on) for what in does)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         start = x
@@ -207,6 +207,37 @@ def late(name: str, make: Callable[[str, str], nn.Module], ways: tuple[str, ...]
 
 for _name, _kind in {**KINDS, **IN_THE_PROCESS}.items():
     late(_name, lambda way, on, kind=_kind: Chain(kind, way, on))
+
+
+class LateReader(Layer):
+    """Changes what it keeps in every forward, or reads it on particular data only."""
+
+    def forward(self, x: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.inner(x))
+        if self.does == "changes":
+            self.change(self.kept)
+        if self.does == "reads" and float(start.abs().max()) > LARGE:
+            return x * self.read(self.kept)
+        return x
+
+
+LATE_READS: dict[str, Callable[[], Case]] = {}
+"""What is changed is changed in every forward; a branch that reads it is taken later. Names end in the way."""
+
+
+def late_read(name: str, kind: Kind, way: str) -> None:
+    def build() -> Case:
+        torch.manual_seed(0)
+        model = Chain(kind, way, "data", LateReader)
+        torch.manual_seed(1)
+        return Case(model, (torch.randn(4, D),), loss_fn=squares)
+
+    LATE_READS[f"{name}_{way}"] = build
+
+
+for _name, _way in itertools.product(KINDS, ("forth", "back")):
+    if _way == "forth" or _name not in ("bool", "none"):  # these are told by what they are, not by what they hold
+        late_read(_name, KINDS[_name], _way)
 
 
 class Parent(nn.Module):

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from partitioner.absent import Absent
 from partitioner.errors import UnsupportedModelError
-from partitioner.logbook import Absent, Arguments, Decoder, Encoder, Made, is_sendable, pickled
+from partitioner.logbook import Arguments, Decoder, Encoder, Made, is_sendable, pickled
 from partitioner.structures import tensors_in
 
 

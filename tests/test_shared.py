@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from models import Case
-from odd_late_models import IN_THE_PROCESS, LATE, LATE_CALLS, marked, reset
+from odd_late_models import IN_THE_PROCESS, LATE, LATE_CALLS, LATE_READS, marked, reset
 from plans import plan_of
 from rank_pool import RankPool, RanksFailed
 from side_by_side import difference, possible_cuts, run_cut, run_whole, split, stage_models
@@ -29,17 +30,17 @@ IN_PROCESS = [
 """After some steps it is the same code that sees the change, whatever is changed."""
 
 
-def ran(name: str) -> tuple[str, float]:
+def ran(name: str, build: Callable[[], Case] | None = None) -> tuple[str, float]:
     """What an error said, and else the worst difference from the uncut model over all steps; cut in the middle."""
     reset()
-    build = LATE[name]
+    build = build or LATE[name]
     captured = capture(build().model, build().args, max_share=0.0)
     places = possible_cuts(captured)
     stage_of = split(captured, [places[len(places) // 2]])
     whole, models = build().model, stage_models(build().model, captured, stage_of, lambda: build().model)
     worst = 0.0
-    for step in range(4 if name.endswith("data") else LATE_CALLS + 2):
-        case = build() if not name.endswith("data") or step != 1 else marked(build())
+    for step in range(4 if not name.endswith("steps") else LATE_CALLS + 2):
+        case = build() if name.endswith("steps") or step != 1 else marked(build())
         expected = run_whole(case, seed=step, model=whole)
         try:
             found = run_cut(case, captured, stage_of, seed=step, models=models)
@@ -61,6 +62,23 @@ def test_a_late_change_that_an_earlier_stage_reads_is_refused_before_it_makes_an
     problem, worst = ran(name)
     assert "of stage 1 changes" in problem, (problem, worst)
     assert "stage 0 reaches too" in problem
+    assert worst < 1e-6
+
+
+READ_LATE = ("float", "new_attribute", "slot", "dict_key", "list", "set", "tensor_replaced", "tensor_filled", "array")
+
+
+@pytest.mark.parametrize("kind", READ_LATE)
+def test_what_every_forward_changes_reaches_later_stages_that_read_it_late(kind: str) -> None:
+    problem, worst = ran(kind, LATE_READS[f"{kind}_forth"])
+    assert not problem
+    assert worst < 1e-6
+
+
+@pytest.mark.parametrize("kind", READ_LATE)
+def test_what_a_later_stage_changes_in_every_forward_cannot_be_read_on_an_earlier_one(kind: str) -> None:
+    problem, worst = ran(kind, LATE_READS[f"{kind}_back"])
+    assert ("stage 0 reads" in problem and "a later stage changes" in problem) or "stage 0 reaches too" in problem
     assert worst < 1e-6
 
 
