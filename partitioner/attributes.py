@@ -47,6 +47,8 @@ class Attribute:
         """Whether what holds it came to be in this forward: the next one has another."""
         self.returns = False
         """Whether it is plain, and at the end what it was at the start."""
+        self.is_set_first = False
+        """Whether the forward sets it before it reads it."""
         self.emptied: Place | None = None
         """Of a container: where it was emptied before anybody can have read what the last forward left in it."""
         self.slots: list[tuple[Place, torch.Tensor, torch.Tensor]] = []
@@ -100,10 +102,12 @@ class Attributes:
     Watched are the model's modules and the objects of Python classes that their attributes lead to.
     """
 
-    def __init__(self, model: nn.Module, here: Callable[[], Place], *, tell_new: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, here: Callable[[], Place], *, tell_new: bool = False, loss: Any = None
+    ) -> None:
         """`tell_new`: whether to tell what comes to be in this forward, for which all objects that exist are noted."""
         self._here = here
-        reach = Reach(model, lambda path: 1)
+        reach = Reach(model, lambda path: 1, loss)
         self._known = {key: place.name for key, place in reach.places.items()}
         """Objects and containers by the names that they have on every rank, whichever way code comes to them."""
         self._before = frozenset(map(id, gc.get_objects())) if tell_new else None
@@ -233,6 +237,7 @@ class Attributes:
                 attribute = self._named(item, name)
                 if not attribute.writes:
                     attribute.start = before
+                    attribute.is_set_first = not attribute.reads
                 here = self._here()
                 attribute.writes.append(here)
                 attribute.returns = isinstance(value, PLAIN) and is_same(value, attribute.start)

@@ -26,6 +26,7 @@ from torch import nn
 
 from partitioner.attributes import Attribute as Changed
 from partitioner.errors import UnsupportedModelError
+from partitioner.losses import Compared
 from partitioner.profiles import Attribute, Buffer, Parameter
 from partitioner.reaching import Reach
 from partitioner.recording import Info, Node, Recording, record, storage_of, tensor_nbytes, warm_up
@@ -101,6 +102,8 @@ class Capture:
     """Modules with forward hooks that later ranks fire too; see `profiles.Profile.fire_hooks`."""
     collecting: tuple[str, ...]
     """Those hooks, by the names of their functions."""
+    passing: dict[str, int]
+    """Layers that return tensors that they were given, and how many; see `profiles.Profile.passing`."""
     buffers: tuple[Buffer, ...]
     buffer_bytes: int
     """Of all other buffers."""
@@ -125,6 +128,7 @@ STRUCTURE = (
     "dynamic",
     "fire_hooks",
     "collecting",
+    "passing",
     "buffers",
     "buffer_bytes",
     "attributes",
@@ -149,11 +153,13 @@ def capture(
     *,
     max_share: float = 1 / 16,
     layers: Sequence[str] | None = None,
+    loss: Compared | None = None,
 ) -> Capture:
     """Run `model(*args, **kwargs)` once, gradients on, and describe it; the model is as before.
 
     `max_share`: a module with more than this share of the work is opened to its children where that is possible.
-    `layers`: the layers of an earlier capture, taken again whatever their share.
+    `layers`: the layers of an earlier capture, taken again whatever their share. `loss`: what the last stage makes of
+    the output, so that it has what this reads of the model.
     Works on meta tensors too, for a model none of whose decisions depend on values.
     An UnsupportedModelError says why a forward could not be followed.
     """
@@ -161,7 +167,7 @@ def capture(
     lazy = [name for name, p in model.named_parameters() if nn.parameter.is_lazy(p)]
     if lazy:
         raise UnsupportedModelError(f"the parameter {lazy[0]!r} has no shape yet: run the model once on a batch first")
-    first, steady = _recordings(model, args, dict(kwargs or {}), set(layers or ()))
+    first, steady = _recordings(model, args, dict(kwargs or {}), set(layers or ()), loss)
     chooser = _Chooser(steady, max_share, layers)
     captured = chooser.result()
     if first is not steady:
@@ -201,37 +207,44 @@ def _read_in_either(captured: Capture, other: Capture) -> tuple[Attribute, ...]:
             writers=tuple(sorted({*one.writers, *same.writers}, key=order.__getitem__)),
             inside=tuple(sorted({*one.inside, *same.inside}, key=order.__getitem__)),
             returns=one.returns and same.returns,
+            set_first=one.set_first and same.set_first,
         )
     return tuple(found.values())
 
 
 def _recordings(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], layers: set[str]
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    layers: set[str],
+    loss: Compared | None,
 ) -> tuple[Recording, Recording]:
     """The first forward, and the second where the first changed what the modules keep (else the first again).
 
     Repeated, with other random numbers, where a forward leaves out layers that it might have called.
     """
     best: tuple[Recording, Recording] | None = None
+    others = () if loss is None else loss.loss.keeps
     deciding: set[nn.Module] = set()
     if not any(tensor.is_meta for tensor in (*model.parameters(), *tensors_in((args, kwargs)))):
-        with untouched(model):
-            warm_up(model, *map_tensors((args, kwargs), copied))
+        with untouched(model, others):
+            mine, by_name = map_tensors((args, kwargs), copied)
+            warm_up(model, mine, by_name, loss)
     for attempt in range(MAX_ATTEMPTS):
-        with untouched(model) as state, fate(FATES[attempt % len(FATES)]):
+        with untouched(model, others) as state, fate(FATES[attempt % len(FATES)]):
             _skip_random_numbers(0 if best is None else len(best[1].order))
             quiet = deciding if attempt == MAX_ATTEMPTS - 1 else set()
             for module in quiet:
                 module.training = False
-            first = steady = record(model, *map_tensors((args, kwargs), copied))
+            first = steady = record(model, *map_tensors((args, kwargs), copied), loss=loss)
             if first.attributes:
                 tell_new = not all(item.is_on_module for item in first.attributes)
                 if tell_new:
                     state.restore()
                     for module in quiet:
                         module.training = False
-                    first = record(model, *map_tensors((args, kwargs), copied), tell_new=True)
-                steady = record(model, *map_tensors((args, kwargs), copied), tell_new=tell_new)
+                    first = record(model, *map_tensors((args, kwargs), copied), tell_new=True, loss=loss)
+                steady = record(model, *map_tensors((args, kwargs), copied), tell_new=tell_new, loss=loss)
         if best is None or len(steady.order) > len(best[1].order):
             best = (first, steady)
         called = set(best[1].order)
@@ -475,6 +488,9 @@ class _Chooser:
             dynamic=dynamic,
             fire_hooks=tuple(sorted(fire_hooks)),
             collecting=tuple(sorted(recording.collecting)),
+            passing={
+                self.nodes[number].id: self.nodes[number].passes for number in self.chosen if self.nodes[number].passes
+            },
             buffers=buffers,
             buffer_bytes=sum(map(tensor_nbytes, recording.model.buffers())) - sum(buffer.bytes for buffer in buffers),
             attributes=self.attributes(ids),
@@ -663,9 +679,11 @@ class _Chooser:
         writes: dict[str, set[int]] = defaultdict(set)
         inside: dict[str, set[int]] = defaultdict(set)
         returns: dict[str, bool] = {}
+        set_first: dict[str, bool] = {}
         for item in self.recording.held:
             if item.writes:
                 returns[item.name] = self.returns(item) and returns.get(item.name, True)
+            set_first[item.name] = item.is_set_first and set_first.get(item.name, True)
             reads[item.name] |= {self.zone(when) for when, _ in item.reads}
             writes[item.name] |= {zone for when, node in item.writes for zone in self.zones_of(when, node)}
             inside[item.name] |= {self.zone(when) for when, node in item.writes if self.layer_around(node) is not None}
@@ -683,7 +701,8 @@ class _Chooser:
                 writers = tuple(ids[k] for k in sorted(writes[name]))
                 one = Attribute(name=name, first=ids[min(zones)], last=ids[max(zones)], writers=writers)
                 layers = tuple(ids[k] for k in sorted(inside[name]))
-                found.append(one.model_copy(update={"returns": returns.get(name, False), "inside": layers}))
+                more = {"returns": returns.get(name, False), "set_first": set_first.get(name, False), "inside": layers}
+                found.append(one.model_copy(update=more))
         for name, outside in self.recording.outside.items():
             zones = {self.zone(when) for when, _ in outside.writes}
             own_zones = {self.zone(when) for when, node in outside.writes if self.layer_around(node) is not None}
@@ -704,7 +723,12 @@ class _Chooser:
     def starts_anew(self, item: Changed) -> bool:
         """Whether a forward reads nothing of what the one before changed of it, or tensors that are seen one by one."""
         emptied = item.emptied is not None and self.layer_around(item.emptied[1]) is None
-        return item.is_new or emptied or (item.has_only_slots and bool(item.content) and not item.is_on_module)
+        return (
+            item.is_new
+            or emptied
+            or item.is_set_first
+            or (item.has_only_slots and bool(item.content) and not item.is_on_module)
+        )
 
     def forbid_outside(self, no_cut: dict[int, str], ids: list[str]) -> None:
         """A global or the like must stay with all code that leads to it: when that reads it is not seen."""
@@ -715,11 +739,12 @@ class _Chooser:
         if not changed:
             return
         masks = Masks(ids, {name: k for k, name in enumerate(ids)})
-        for place in Reach(self.recording.model, masks.of).places.values():
+        for place in Reach(self.recording.model, masks.of, self.recording.loss).places.values():
             for name, outside in changed.get((place.kind, place.name), ()):
                 zones = [k for k in range(len(ids)) if place.readers_of(outside.key) >> k & 1]
-                if zones:
-                    zones += [self.zone(when) for when, _ in outside.writes]
+                written = [self.zone(when) for when, _ in outside.writes]
+                if zones and min(zones) < max(written):  # else the change is told to those who come after it
+                    zones += written
                     reason = f"{name!r}, outside of the model, is changed in the forward and may be read on both sides"
                     self.forbid(no_cut, min(zones), max(zones), reason)
 

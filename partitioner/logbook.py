@@ -12,7 +12,7 @@ import io
 import pickle
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -295,6 +295,12 @@ def encoded(result: Any, given: Arguments, own: Mapping[int, str]) -> tuple[Any,
             return (_MADE, *_look(result)), [result]
     encoder = Encoder(given, own)
     return encoder(result), encoder.tensors
+
+
+def num_passed(tensors: Sequence[torch.Tensor], given: Arguments) -> int:
+    """How many of these tensors are arguments."""
+    known = set(map(id, given.tensors))
+    return sum(id(tensor) in known for tensor in tensors)
 
 
 def withheld_in(code: Any) -> str:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
 from partitioner.errors import ArgumentError
 from partitioner.microbatches import MicroBatch
+from partitioner.restore import kept_by
 from partitioner.structures import tensors_in
 
 IGNORED = -100
@@ -39,6 +40,20 @@ class Loss:
         self._loss_fn = loss_fn
         self._loss_weight = loss_weight
         self._parameters = _parameter_names(model)
+
+    @property
+    def function(self) -> LossFunction | None:
+        """The user's function; None where it is the model's own loss."""
+        return self._loss_fn
+
+    @property
+    def keeps(self) -> tuple[Any, ...]:
+        """What the loss function has to itself and may change."""
+        return kept_by(self._loss_fn)
+
+    def against(self, target: Any) -> Compared:
+        """The loss for this target."""
+        return Compared(self, target)
 
     def of(self, output: Any, target: Any) -> torch.Tensor:
         """The micro-batch's loss, 0-d."""
@@ -137,6 +152,16 @@ class Loss:
         if isinstance(loss_fn, nn.Module) and type(loss_fn).__module__ == "torch.nn.modules.loss":
             return getattr(loss_fn, name, None)
         return None
+
+
+class Compared(NamedTuple):
+    """A loss with the target that it compares outputs with."""
+
+    loss: Loss
+    target: Any
+
+    def __call__(self, output: Any) -> torch.Tensor:
+        return self.loss.of(output, self.target)
 
 
 def own_loss(output: Any) -> Any:

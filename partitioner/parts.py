@@ -49,8 +49,12 @@ class Part:
         join: bool = True,
         device: torch.device | None = None,
         guarded: bool = True,
+        loss: Any = None,
     ) -> None:
-        """`guarded`: whether Python state that stages share is looked after; not where one stage is run alone."""
+        """`guarded`: whether Python state that stages share is looked after; not where one stage is run alone.
+
+        `loss`: the user's loss function, which runs after the last stage and may read what layers leave.
+        """
         self.model, self.stage, self.device = unwrap(model), stage, device
         self.num_stages = max(stage_of.values()) + 1
         self.stage_of, tracked = (joined if join else single)(profile, with_uncalled(profile, stage_of))
@@ -61,6 +65,7 @@ class Part:
         self.tracked = {modules[path]: path for path in tracked}
         self.calls = list(map(WatchedCall, self.tracked))
         self.fire_hooks, self.collecting = frozenset(profile.fire_hooks), frozenset(profile.collecting)
+        self.passing = profile.passing
         self.glue, self.glue_names = profile.glue, profile.glue_names
         self.captured = frozenset(layer.id for layer in profile.layers)
         inner = {sub for path in self._layer_paths() for sub in modules[path].modules() if sub is not modules[path]}
@@ -111,7 +116,7 @@ class Part:
         if self.num_stages > 1 and (guarded or leaves_tensors):
             ids = [layer.id for layer in profile.layers]
             known = profile.attributes, profile.buffers
-            self.shared = SharedState(self.model, ids, *known, stage_of, stage, device, guarded=guarded)
+            self.shared = SharedState(self.model, ids, *known, stage_of, stage, device, guarded=guarded, loss=loss)
         self._headers: dict[int, tuple[bytes, Any]] = {}
 
     def opened_header(self, source: int, header: bytes) -> Any:

@@ -95,9 +95,9 @@ def profile(
     check_timed_optimizer(optimizer)
     whole = MicroBatch(args, kwargs, example_target, batch)
     fails = explained(model, [whole, *cut], loss_fn, batch_dim)
-    with fails, shown(progress) as tell, _threads(threads), untouched(model) as start:
+    with fails, shown(progress) as tell, _threads(threads), untouched(model, loss.keeps) as start:
         torch.manual_seed(seed)
-        captures = _captures(model, parts, max_share, on_meta)
+        captures = _captures(model, parts, max_share, on_meta, loss)
         sizes = tuple(captures)
         probes: dict[int, list[_Probe]] = {}
         for size in sizes:
@@ -191,22 +191,30 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _captures(model: nn.Module, parts: dict[int, MicroBatch], max_share: float, on_meta: bool) -> dict[int, Capture]:
+def _captures(
+    model: nn.Module,
+    parts: dict[int, MicroBatch],
+    max_share: float,
+    on_meta: bool,
+    loss: Loss,
+) -> dict[int, Capture]:
     """A capture at each size, in the layers of the largest; sizes at which the forward goes another way are dropped."""
     largest = max(parts)
-    found = {largest: _capture(model, parts[largest], on_meta, max_share=max_share)}
+    found = {largest: _capture(model, parts[largest], on_meta, loss, max_share=max_share)}
     layers = [layer.id for layer in found[largest].layers]
     names = {tensor.id for tensor in found[largest].tensors}
     for size in sorted(parts, reverse=True)[1:]:
-        other = _capture(model, parts[size], on_meta, layers=layers)
+        other = _capture(model, parts[size], on_meta, loss, layers=layers)
         if [layer.id for layer in other.layers] == layers and names == {tensor.id for tensor in other.tensors}:
             found[size] = other
     return dict(sorted(found.items()))
 
 
-def _capture(model: nn.Module, part: MicroBatch, on_meta: bool, **how: Any) -> Capture:
-    args, kwargs = (part.args, part.kwargs) if not on_meta else map_tensors((part.args, part.kwargs), _to_meta)
-    return capture(model, args, kwargs, **how)
+def _capture(model: nn.Module, part: MicroBatch, on_meta: bool, loss: Loss, **how: Any) -> Capture:
+    if on_meta:
+        return capture(model, *map_tensors((part.args, part.kwargs), _to_meta), **how)
+    given = None if loss.function is None else loss.against(part.target)
+    return capture(model, part.args, part.kwargs, loss=given, **how)
 
 
 def _to_meta(tensor: torch.Tensor) -> torch.Tensor:

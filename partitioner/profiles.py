@@ -163,6 +163,8 @@ class Attribute(Frozen):
     """Of these the layers that change it themselves, not the code between layers."""
     returns: bool = False
     """Whether it is at the end of the forward what it was at the start."""
+    set_first: bool = False
+    """Whether the forward sets it before it reads it."""
 
 
 class Profile(Shown, Frozen):
@@ -193,6 +195,8 @@ class Profile(Shown, Frozen):
     """Modules with forward hooks that keep tensors for later: ranks that skip them fire these on what they send."""
     collecting: tuple[str, ...] = ()
     """Names of the functions of those hooks; of other hooks of the modules nothing is told. Empty: all of them."""
+    passing: dict[str, int] = {}
+    """Layers that return tensors that they were given -> how many: where one returns fewer, others are to be sent."""
     attributes: tuple[Attribute, ...] = ()
     """Python state of modules that not one layer has for itself: a change on one rank matters elsewhere."""
     optimizer_s: Seconds = 0.0

@@ -337,15 +337,18 @@ class Watched:
 class Reach:
     """All places that a model's code reaches, by the id of what they are, in the same order on every rank.
 
-    `mask_of(path)`: the stages in which the code of the module at `path` may run, a bit each.
+    `mask_of(path)`: the stages in which the code of the module at `path` may run, a bit each. `loss`: code that runs on
+    the last of them, after the model.
     """
 
-    def __init__(self, model: nn.Module, mask_of: Callable[[str], int]) -> None:
+    def __init__(self, model: nn.Module, mask_of: Callable[[str], int], loss: Any = None) -> None:
         self.places: dict[Any, Place] = {}
         self._masks: dict[tuple[int, str], int] = {}
         self._kept: list[Any] = []
         self._reading = True
         """Whether what is followed is read there, not only written into."""
+        self._deep = False
+        """Whether modules are followed into the modules in them."""
         paths: dict[int, list[str]] = {}
         for path, module in model.named_modules(remove_duplicate=False):
             paths.setdefault(id(module), []).append(path)
@@ -362,6 +365,8 @@ class Reach:
         """The first places are the model's own; those after them are outside of it, where its code leads."""
         for mask, (path, module) in zip(masks, modules, strict=True):
             self._code_of(module, mask, path)
+        if loss is not None:
+            self._loss(loss, 1 << mask_of("").bit_length() - 1)
         self._pair()
 
     def _pair(self) -> None:
@@ -420,8 +425,9 @@ class Reach:
             with self._written(only=False):  # a method of the user's own may tell what it holds
                 self._value(value, name, attribute, mask, depth)
         elif isinstance(value, nn.Module):
-            if self._reading and id(value) in self._paths:
-                self._module(value, mask, depth + 1)
+            for module in value.modules() if self._deep else [value]:
+                if self._reading and id(module) in self._paths:
+                    self._module(module, mask, depth + 1)
         elif isinstance(value, tuple):
             for k, part in enumerate(value[:MAX_ITEMS]):
                 self._value(part, f"{name}[{k}]", attribute, mask, depth + 1)
@@ -473,6 +479,17 @@ class Reach:
             self._value(part, inner, place.attribute_of(key), mask, depth + 1)
 
     # -- code
+
+    def _loss(self, loss: Any, mask: int) -> None:
+        self._deep = True
+        modules = list(loss.modules()) if isinstance(loss, nn.Module) else []
+        for module in modules:
+            self._class(type(module), mask, 0, ("forward", "__call__"))
+            for key, value in vars(module).items():
+                if key not in INTERNALS:
+                    self._value(value, f"loss.{key}", f"loss.{key}", mask, 0)
+        if not modules:
+            self._value(loss, "loss", "loss", mask, 0)
 
     def _code_of(self, module: nn.Module, mask: int, path: str) -> None:
         for hooks in (module._forward_hooks, module._forward_pre_hooks):

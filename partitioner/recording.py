@@ -21,7 +21,8 @@ from torch.utils.flop_counter import flop_registry
 
 from partitioner.attributes import Attribute, Attributes, Left, Outside, Place
 from partitioner.errors import UnsupportedModelError
-from partitioner.logbook import Arguments, Encoder, is_sendable, left_name, sizes, version, withheld_in
+from partitioner.logbook import Arguments, Encoder, is_sendable, left_name, num_passed, sizes, version, withheld_in
+from partitioner.losses import Compared, LossFunction
 from partitioner.restore import modes, random_states
 from partitioner.structures import map_tensors, tensors_in
 from partitioner.tracing import HOST_READS, RETURNED, Watcher, hook_name, in_transform, may_draw, watching
@@ -49,6 +50,8 @@ class Node:
     """Its forward hooks by name."""
     given: set[int] = field(default_factory=set)
     """Objects and containers among its arguments, by their ids: what it changes of them is told to later stages."""
+    passes: int = 0
+    """How many of the tensors that it returned it had been given."""
     collected: list[int] = field(default_factory=list)
     """Tensors that its hooks kept."""
 
@@ -119,6 +122,8 @@ class Recording:
     """One forward: `order` is the sequence of calls; kernels are (description, FLOPs, bytes moved)."""
 
     model: nn.Module
+    loss: LossFunction | None = None
+    """What is made of the output, where that is the user's."""
     nodes: list[Node] = field(default_factory=list)
     infos: list[Info] = field(default_factory=list)
     writes: list[Write] = field(default_factory=list)
@@ -146,14 +151,22 @@ class Recording:
     clock: int = 0
 
 
-def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, tell_new: bool = False) -> Recording:
+def record(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    tell_new: bool = False,
+    loss: Compared | None = None,
+) -> Recording:
     """Run `model(*args, **kwargs)`, gradients on. What it changes is the caller's to give back.
 
-    `tell_new`: see `Attributes`.
+    `tell_new`: see `Attributes`. `loss`: what is made of the output; what it reads besides, the last layer's stage has.
     """
     recorder = _Recorder(model)
+    recorder.recording.loss = None if loss is None else loss.loss.function
     recorder.note_inputs((args, dict(kwargs)))
-    attributes = Attributes(model, lambda: recorder.place, tell_new=tell_new)
+    attributes = Attributes(model, lambda: recorder.place, tell_new=tell_new, loss=recorder.recording.loss)
     held = attributes.tensors()
     recorder.kept = {id(tensor): tensor for _, tensor in held if tensor.grad_fn is not None}
     recorder.kept_as = {id(tensor): name for name, tensor in held[::-1]}
@@ -164,6 +177,8 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *
         with _Kernels(recorder):
             output = model(*args, **dict(kwargs))
         recorder.note_output(output)
+        if loss is not None:
+            recorder.note_loss(loss, output)
         recorder.note_end()
         del output
     if random_states() != states:
@@ -179,10 +194,13 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *
     return recorder.recording
 
 
-def warm_up(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def warm_up(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Compared | None = None) -> None:
     """Run it once unseen, since what a first forward leaves in caches outside of the model cannot be given back."""
     with torch.enable_grad(), _ParametersStay(model):
-        model(*args, **dict(kwargs))
+        output = model(*args, **dict(kwargs))
+    if loss is not None:
+        with torch.enable_grad():
+            loss(output)
 
 
 class _Recorder(Watcher):
@@ -322,6 +340,16 @@ class _Recorder(Watcher):
         with torch._C.DisableTorchFunction():
             for tensor in tensors_in(output):
                 self.use(tensor)
+
+    def note_loss(self, loss: Compared, output: Any) -> None:
+        """Run the loss, which the last stage alone does: what it reads is seen, what it decides is its own affair."""
+        decisions = len(self.recording.decisions)
+        self.at("(loss)")
+        loss(output)
+        del self.recording.decisions[decisions:]
+        self.recording.moments.pop("(loss)", None)
+        with torch._C.DisableTorchFunction():
+            self.poll()
 
     def note_end(self) -> None:
         for start, _ in self.switched:
@@ -565,6 +593,7 @@ class _Recorder(Watcher):
             for _, content in given.refilled():
                 encoder.container(content)
             arguments = set(map(id, given.tensors))
+            node.passes = num_passed(encoder.tensors, given)
             for k, tensor in enumerate(encoder.tensors):
                 name, known = (recording.clock, f"{call_id}:{k}"), self.find(tensor)
                 if known is None:

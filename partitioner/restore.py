@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import _random
+import array
 import contextlib
+import copy
 import ctypes
 import functools
 import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -23,6 +26,8 @@ _NUMPY: Any = np.random.mtrand._rand
 """Where Python and NumPy keep their global generators."""
 
 _MAX_DEPTH = 4
+MAX_ARRAY = 1 << 20
+"""Bytes of arrays that are kept and given back."""
 _DEVICES = ("cpu", "cuda")
 
 
@@ -149,7 +154,7 @@ class ModelState:
         return self.has_changed() or any(not _equal(now(), before) for now, before in self._values)
 
     def _keep(self, item: Any, depth: int) -> None:
-        if id(item) in self._known or depth > _MAX_DEPTH:
+        if id(item) in self._known or depth > _MAX_DEPTH or isinstance(item, nn.Parameter):
             return
         if isinstance(item, torch.Tensor):
             self._note(item)
@@ -167,6 +172,8 @@ class ModelState:
             content = item.copy()
             self._containers.append((item, content))
             self._undo.append(_container_undo(item, content))
+            if type(item) not in (list, dict, set, deque) and hasattr(item, "__dict__"):
+                self._keep(vars(item), depth + 1)
             for part in item.values() if isinstance(item, dict) else item:
                 self._keep(part, depth + 1)
         elif isinstance(item, tuple):
@@ -176,6 +183,12 @@ class ModelState:
             self._note(item)
             self._values.append((lambda: _generator_state(item), _generator_state(item)))
             self._undo.append(_generator_undo(item))
+        elif isinstance(item, (bytearray, array.array, np.ndarray)):
+            if memoryview(item).nbytes <= MAX_ARRAY if not isinstance(item, np.ndarray) else item.nbytes <= MAX_ARRAY:
+                self._note(item)
+                values = copy.copy(item)
+                self._values.append((lambda: item, values))
+                self._undo.append(_array_undo(item, values))
         elif is_python_object(item):
             self._note(item)
             self._keep(vars(item), depth)
@@ -185,7 +198,47 @@ class ModelState:
         self._kept.append(item)
 
 
+def _array_undo(item: Any, before: Any) -> Callable[[], None]:
+    def undo() -> None:
+        item[... if isinstance(item, np.ndarray) else slice(None)] = before
+
+    return undo
+
+
+def kept_by(function: Any) -> tuple[Any, ...]:
+    """What a function or module has to itself: its variables from outside, or all that the modules in it keep."""
+    found: list[Any] = []
+    left, known = [function], set[int]()
+    while left:
+        item = left.pop()
+        if id(item) in known or item is None:
+            continue
+        known.add(id(item))
+        if isinstance(item, nn.Module):
+            found += [vars(module) for module in item.modules()]
+        elif isinstance(item, functools.partial):
+            left += [item.func, *item.args, *item.keywords.values()]
+        elif isinstance(item, MethodType):
+            left += [item.__self__, item.__func__]
+        elif isinstance(item, FunctionType):
+            cells = [cell.cell_contents for cell in item.__closure__ or () if cell != _EMPTY]
+            named = [item.__globals__.get(name) for name in item.__code__.co_names]
+            left += [*cells, *(item.__defaults__ or ()), *named] if not _is_library(item) else []
+        elif not isinstance(item, (ModuleType, type)):
+            found.append(item)
+    return tuple(found)
+
+
+_EMPTY = CellType()
+
+
+def _is_library(function: FunctionType) -> bool:
+    return (function.__module__ or "").partition(".")[0] in ("torch", "numpy", "scipy", "partitioner", "transformers")
+
+
 def _equal(now: Any, before: Any) -> bool:
+    if isinstance(now, np.ndarray):
+        return bool(np.array_equal(now, before))
     if isinstance(now, torch.Tensor):
         return now.shape == before.shape and torch.equal(now, before)
     return bool(now == before)
@@ -238,12 +291,12 @@ def _generator_undo(generator: Any) -> Callable[[], None]:
 
 
 @contextlib.contextmanager
-def untouched(model: nn.Module) -> Iterator[ModelState]:
-    """Give back everything that forwards and backwards may change: state, gradients, random states.
+def untouched(model: nn.Module, others: Any = ()) -> Iterator[ModelState]:
+    """Give back everything that forwards and backwards may change: state, gradients, random states; `others` too.
 
     Gradients start as None inside. Yields the state, for whoever wants it given back in between.
     """
-    state = ModelState(model)
+    state = ModelState(model, others)
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in gradients:
         parameter.grad = None

@@ -54,7 +54,7 @@ def check_split(
     spoken_for: dict[int, list[str]] = {stage: [] for stage in stages}
     for buffer in profile.buffers:
         spoken_for[max(stage_of[layer] for layer in buffer.layers)].append(buffer.names[0])
-    with untouched(model) as start, torch.enable_grad():
+    with untouched(model, loss.keeps) as start, torch.enable_grad():
 
         def whole() -> list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
             start.restore()
@@ -67,9 +67,9 @@ def check_split(
         start.restore()
         worst, where = 0.0, "none"
         with Recomputed(model, recompute):
-            slices = [Slice(model, profile, stage_of, stage) for stage in stages]
+            slices = [Slice(model, profile, stage_of, stage, loss=loss.function) for stage in stages]
             elsewhere = _elsewhere(model, profile, stage_of)
-            states = [ModelState(model)] * len(slices)
+            states = [ModelState(model, loss.keeps)] * len(slices)
             for k, one in enumerate(rounds):
                 held: dict[str, torch.Tensor] = {}
                 found = _results(
@@ -113,7 +113,7 @@ def _sliced(
     def change(stage: int | None) -> None:
         nonlocal here
         if here is not None:
-            states[here] = ModelState(model)
+            states[here] = ModelState(model, loss.keeps)
             held.update(_buffers(model, spoken_for[here]))
         here = stage
         if here is not None:

@@ -53,11 +53,12 @@ class SharedState:
         device: torch.device | None,
         *,
         guarded: bool = True,
+        loss: Any = None,
     ) -> None:
         """`guarded`: whether changes are looked for, or only made as earlier stages tell of them."""
         self._guarded = guarded
         self._stage, self._device = stage, device
-        self._reach = Reach(model, Masks(layers, stage_of).of)
+        self._reach = Reach(model, Masks(layers, stage_of).of, loss)
         self._readers = {
             one.name: _bits(*range(stage_of[one.first], stage_of[one.last] + 1))
             for one in attributes
@@ -70,16 +71,19 @@ class SharedState:
         self._by_layers: set[str] = set()
         """Of these the ones that its layers change, not the code between them."""
         self.move_to(stage, [layer for layer, where in stage_of.items() if where == stage])
-        self._returning = {one.name for one in attributes if one.returns}
+        self._returning = {
+            one.name: max((stage_of[layer] for layer in one.writers), default=0) for one in attributes if one.returns
+        }
+        """What is at the end of a forward as it was at the start, and the last stage that changes it before."""
         self._start: list[tuple[Place, Any, Any]] = []
         self._set_later = {
             one.name
             for one in attributes
             if not one.returns
             and any(stage_of[layer] > stage for layer in one.writers)
-            and not self._readers.get(one.name, 0) >> stage & 1
+            and (one.set_first or not self._readers.get(one.name, 0) >> stage & 1)
         }
-        """Attributes that later stages change in every forward, and that the captured one did not read here."""
+        """Attributes that later stages change in every forward, and that it does not read here, or sets first."""
         self._hidden: list[tuple[Place, Any, Any, Absent]] = []
         """What is `Absent` while a forward runs, and what was there."""
         self._buffers = {
@@ -170,10 +174,11 @@ class SharedState:
         """
         for place, key, before in self._start:
             now = dict(place.items()).get(key, GONE)
-            if is_same(now, before):
+            last = self._returning[place.name_of(key)]
+            if is_same(now, before) or self._stage > last:
                 continue
             change = Change(place, key, before, now)
-            if early:
+            if early and self._stage < last:
                 place.put(key, before)
                 continue
             readers = self._readers.get(place.name_of(key), place.readers_of(key))

@@ -11,7 +11,7 @@ import torch
 from partitioner.errors import UnsupportedModelError
 from partitioner.logbook import Made
 from partitioner.structures import tensors_in
-from partitioner.tracing import watcher_here
+from partitioner.tracing import forward_here, watcher_here
 
 
 class StandIn(torch.Tensor):
@@ -46,9 +46,17 @@ class StandIn(torch.Tensor):
         if func is torch.ops.aten.detach.default:
             return args[0]
         labels = [tensor.label for tensor in tensors_in((args, kwargs)) if isinstance(tensor, StandIn)]
+        who = (
+            "the forward reads it where the captured one did not. Pin the layers around it to one stage "
+            "(pin={layer: stage})"
+        )
+        if forward_here() is None:
+            who = (
+                "the loss, a hook or code after the forward reads it. Plan with this very loss (loss_fn=), or return "
+                "the tensor from the forward"
+            )
         error = UnsupportedModelError(
-            f"{func} needs the tensor {labels[0]!r}, which an earlier stage makes and did not send: the forward reads "
-            f"it where the captured one did not. Pin the layers around it to one stage (pin={{layer: stage}})"
+            f"{func} needs the tensor {labels[0]!r}, which an earlier stage makes and did not send: {who}"
         )
         watcher = watcher_here()
         if watcher is not None:

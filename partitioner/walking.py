@@ -18,7 +18,18 @@ import torch
 from torch import nn
 
 from partitioner.errors import UnsupportedModelError
-from partitioner.logbook import Arguments, Decoder, Encoder, Entry, Made, encoded, num_tensors, pickled, version
+from partitioner.logbook import (
+    Arguments,
+    Decoder,
+    Encoder,
+    Entry,
+    Made,
+    encoded,
+    num_passed,
+    num_tensors,
+    pickled,
+    version,
+)
 from partitioner.parts import Part, Payload
 from partitioner.reaching import Change
 from partitioner.recording import ROOT, storage_of
@@ -396,6 +407,9 @@ class Walk(Watcher):
             filled = tuple((k, encoder.container(content)) for k, content in refills)
         else:
             code, tensors = encoded(result, given, self.part.own_names)
+        passed = self.part.passing.get(call_id)
+        if passed and num_passed(tensors, given) < passed:
+            self.strayed = True
         called: tuple[tuple[str, int], ...] = ()
         if counts:
             called = tuple((path, n - counts.get(path, 0)) for path, n in self.num_calls.items())

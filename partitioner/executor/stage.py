@@ -115,7 +115,9 @@ class LiveStage:
         self._recomputed.enter()
         part: Slice | WholeModel = WholeModel(placement.model)
         if plan.num_stages > 1:
-            part = Slice(placement.model, plan.profile, plan.stage_of(), mesh.stage, device=mesh.device)
+            part = Slice(
+                placement.model, plan.profile, plan.stage_of(), mesh.stage, device=mesh.device, loss=loss.function
+            )
         edges = {(stage, target) for stage, targets in mesh.gather((mesh.stage, part.targets)) for target in targets}
         check_schedule(plan.actions(), edges, turns=plan.takes_turns)
         self._division = Division(here.shard, placement.own, mesh.num_replicas, mesh.replica)
