@@ -39,6 +39,7 @@ _HOME = {
     "UnsupportedModelError": "errors",
     "SetupError": "errors",
     "RankError": "errors",
+    "LossWarning": "errors",
 }
 
 __all__ = [*_HOME, "__version__"]
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from partitioner.api import partition as partition
     from partitioner.errors import ArgumentError as ArgumentError
     from partitioner.errors import InfeasibleError as InfeasibleError
+    from partitioner.errors import LossWarning as LossWarning
     from partitioner.errors import NotBuiltError as NotBuiltError
     from partitioner.errors import PartitionerError as PartitionerError
     from partitioner.errors import PlanMismatchError as PlanMismatchError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, cast
 
@@ -15,6 +16,7 @@ from partitioner.capture import fingerprint
 from partitioner.errors import (
     ArgumentError,
     InfeasibleError,
+    LossWarning,
     NotBuiltError,
     PartitionerError,
     PlanMismatchError,
@@ -30,9 +32,10 @@ from partitioner.profiles import Profile
 from partitioner.progress import Progress, portion, shown
 from partitioner.selfcheck import check_split
 from partitioner.solver import solve
-from partitioner.specs import Cluster, Device, Training, optimizer_state_bytes, parse_bytes
+from partitioner.specs import Cluster, Device, LossRule, Training, optimizer_state_bytes, parse_bytes
 from partitioner.tracing import unwrap
 from partitioner.trial import explained
+from partitioner.whole_batch import compare
 
 WORTH_DIVIDING = 0.05
 """Relative; so much shorter must a step be predicted for replicas to divide what they keep, unasked: predictions are
@@ -77,8 +80,10 @@ def partition(
     (gradients, too), or auto: by stage, where otherwise nothing fits or the step is predicted 5 % longer. `pin`: layer
     id -> stage, or -> a word, for layers that are to share a stage: {"wte": "tied", "lm_head": "tied"}. `profile`: plan
     from it without measuring. `check`: run one micro-batch sliced and unsliced; cuts where the results differ are given
-    up, and `why` says so. Under torchrun rank 0 plans and all ranks get its plan. Errors: `ArgumentError`,
-    `NotBuiltError` (a value that this version does not run), `InfeasibleError` (memory), `UnsupportedModelError`.
+    up, and `why` says so; and compare the loss of the batch with those of its micro-batches: a sum, or a mean over what
+    a mask or padding leaves, is found and kept in the plan, and for others there is a `LossWarning`. `loss_weight`: as
+    for `materialize`. Under torchrun rank 0 plans and all ranks get its plan. Errors: `ArgumentError`, `NotBuiltError`
+    (a value that this version does not run), `InfeasibleError` (memory), `UnsupportedModelError`.
     """
     check_arguments(
         gpus=gpus,
@@ -106,6 +111,8 @@ def partition(
     model = unwrap(model)
     if objective != "train" and loss_fn is None:
         loss_fn = sum_of_outputs
+
+    warned: list[str] = []
 
     def make() -> Plan:
         notes: list[str] = []
@@ -162,11 +169,17 @@ def partition(
                 tell("checking the slices", 0.9)
                 whole = MicroBatch(args, kwargs, example_target, samples)
                 with explained(model, [whole], loss_fn, batch_dim):
-                    plan = _checked(plan, model, whole, Loss(model, loss_fn, loss_weight), seed, notes)
+                    loss = Loss(model, loss_fn, loss_weight)
+                    plan = _checked(plan, model, whole, loss, seed, notes)
+                    if objective == "train":
+                        plan = _weighted(plan, model, whole, loss, notes, warned)
         return plan.model_copy(update={"why": (*plan.why, *notes)})
 
     _refuse_too_many_ranks(num_devices(gpus))
-    return _on_first_rank(make)
+    plan = _on_first_rank(make)
+    for text in warned:
+        warnings.warn(text, LossWarning, stacklevel=2)
+    return plan
 
 
 def _solved(profile: Profile, cluster: Cluster, training: Training, progress: Progress | None = None) -> Plan:
@@ -236,6 +249,35 @@ def _checked(plan: Plan, model: nn.Module, batch: MicroBatch, loss: Loss, seed: 
             except PartitionerError:
                 raise error from None
     return plan
+
+
+def _weighted(plan: Plan, model: nn.Module, batch: MicroBatch, loss: Loss, notes: list[str], warned: list[str]) -> Plan:
+    """The plan with the rule by which its micro-batches' losses make that of the batch; warned where none does."""
+    rule = loss.rule()
+    count = plan.num_microbatches * plan.num_replicas
+    found = compare(model, batch, Cutter(plan.training.batch_dim), count, loss) if count > 1 else None
+    if found is not None and not found.holds:
+        parts = f"its {found.num_parts} micro-batches make {found.parts:.6g}"
+        numbers = f"the loss of the batch is {found.whole:.6g}, and {parts}"
+        if found.how is not None:
+            told = {"sum": "a sum over the batch", "samples": "a mean over samples"}.get(
+                str(found.how), f"a mean over {found.how}"
+            )
+            if rule is None:
+                rule = LossRule(loss=loss.name, how=found.how)
+                notes.append(f"{numbers} as a mean over samples or labels; it is {told}, and counted as that")
+            else:
+                warned.append(f"{numbers} under loss_weight; it is {told}, which is found without loss_weight")
+        else:
+            accepted = rule is not None and rule.how == "samples"
+            text = (
+                f"{numbers}: it compares samples with each other, or is a mean over what is not in the batch. Say what "
+                "a micro-batch counts for (loss_weight=lambda inputs, target: ...), leave the batch whole "
+                "(microbatches=1, mesh={'dp': 1}), or take it as accumulated gradients do (loss_weight='samples')"
+            )
+            (notes if accepted else warned).append(f"{numbers}, as loss_weight='samples' asks" if accepted else text)
+        notes += warned
+    return plan.model_copy(update={"training": plan.training.model_copy(update={"loss_rule": rule})})
 
 
 def _without_recomputation(plan: Plan, error: Exception, notes: list[str]) -> Plan:

@@ -22,6 +22,10 @@ class NotBuiltError(ArgumentError):
     """A documented value that this version does not run yet; refused by name, never ignored."""
 
 
+class LossWarning(UserWarning):
+    """The losses of micro-batches do not make that of their batch, under any weights that could be told."""
+
+
 class PlanMismatchError(ArgumentError):
     """A plan used with another model, another number of processes or other data than it was made for."""
 

@@ -19,27 +19,64 @@ from torch import nn
 from partitioner.errors import ArgumentError
 from partitioner.microbatches import MicroBatch
 from partitioner.restore import kept_by
+from partitioner.specs import Counted, LossRule
 from partitioner.structures import tensors_in
 
 IGNORED = -100
 """The label that torch and Hugging Face leave out of the mean, unless told otherwise."""
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
-LossWeight = Callable[[Any, Any], Any] | Literal["sum"]
+LossWeight = Callable[[Any, Any], Any] | Literal["sum", "samples"]
 
 
 class Loss:
-    """`loss_fn(output, target)`, or the model's own; `loss_weight(inputs, target)`, "sum", or what can be told.
+    """`loss_fn(output, target)`, or the model's own; `loss_weight(inputs, target)`, "sum", "samples", or what is told.
 
     Known without being told: reduction="sum" and ignore_index of torch's losses, their class weights, labels of -100,
     the shift by one of Hugging Face's causal language models, `num_items_in_batch`.
     """
 
-    def __init__(self, model: nn.Module, loss_fn: LossFunction | None, loss_weight: LossWeight | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction | None,
+        loss_weight: LossWeight | None,
+        rule: LossRule | None = None,
+    ) -> None:
+        """`rule`: the plan's, which holds where `loss_weight` says nothing."""
+        if not (loss_weight is None or callable(loss_weight) or loss_weight in ("sum", "samples")):
+            raise ArgumentError(
+                f"loss_weight={loss_weight!r}: a function of a micro-batch's inputs and target that returns what it "
+                "counts for, 'sum' for a loss that adds up, or 'samples'"
+            )
         self._model = model
         self._loss_fn = loss_fn
-        self._loss_weight = loss_weight
+        self._loss_weight: LossWeight | Counted | None = loss_weight
         self._parameters = _parameter_names(model)
+        self.name = name_of(loss_fn)
+        if loss_weight is None and rule is not None:
+            self._loss_weight = self._told_by(rule)
+
+    def _told_by(self, rule: LossRule) -> LossWeight | Counted:
+        if rule.loss != self.name:
+            here, there = (f"loss_fn={one}" if one else "the model's own loss" for one in (self.name, rule.loss))
+            raise ArgumentError(
+                f"the plan knows how losses of micro-batches add up for {there}, and is run with {here}: say it for "
+                "this one (loss_weight=), or make the plan with it"
+            )
+        if rule.how == "given":
+            raise ArgumentError(
+                "the plan was made with a function as loss_weight, and functions are not saved with plans: pass "
+                "loss_weight= here too"
+            )
+        return rule.how
+
+    def rule(self) -> LossRule | None:
+        """What a plan is to keep of how losses add up; None where each batch tells."""
+        how = self._loss_weight
+        if how is None:
+            return None
+        return LossRule(loss=self.name, how="given" if callable(how) else how)
 
     @property
     def function(self) -> LossFunction | None:
@@ -93,6 +130,10 @@ class Loss:
         """What each micro-batch counts for; `inputs` are the micro-batches in the form the caller's batch had."""
         if self.is_sum(microbatches[0].kwargs):
             return [1.0] * len(microbatches)
+        if self._loss_weight == "samples":
+            return [float(microbatch.samples) for microbatch in microbatches]
+        if isinstance(self._loss_weight, Counted):
+            return _checked([self.counted(self._loss_weight, microbatch) for microbatch in microbatches])
         if callable(self._loss_weight):
             given = [self._loss_weight(part, m.target) for part, m in zip(inputs, microbatches, strict=True)]
             return _checked([float(weight) for weight in given])
@@ -111,6 +152,22 @@ class Loss:
                     f"(microbatches=1)"
                 )
         return [float(weight) for weight in first]
+
+    def counted(self, what: Counted, microbatch: MicroBatch) -> float:
+        """What a micro-batch counts for, by a tensor of it."""
+        held: Any = microbatch.target
+        if what.argument != "target":
+            named = dict(zip(self._parameters, microbatch.args, strict=False)) | microbatch.kwargs
+            held = microbatch.args[what.argument] if isinstance(what.argument, int) else named.get(what.argument)
+        tensors = list(tensors_in(held))
+        if what.tensor >= len(tensors):
+            raise ArgumentError(
+                f"the loss is a mean over {what}, as the plan found, and this batch has {len(tensors)} tensors there: "
+                "pass batches like the plan's, or loss_weight="
+            )
+        entries = tensors[what.tensor].detach()
+        entries = entries[..., 1:] if what.shifted else entries
+        return float(entries.double().sum() if what.other_than is None else (entries != what.other_than).sum())
 
     def _valid_labels(self, microbatch: MicroBatch) -> dict[str, torch.Tensor]:
         """Label tensor -> what its labels count for; empty where there are none, and samples count."""
@@ -162,6 +219,19 @@ class Compared(NamedTuple):
 
     def __call__(self, output: Any) -> torch.Tensor:
         return self.loss.of(output, self.target)
+
+
+def name_of(loss_fn: LossFunction | None) -> str:
+    """What a plan calls a loss by: its name in the source, "" for the model's own.
+
+    >>> name_of(nn.MSELoss()), name_of(functools.partial(nn.functional.cross_entropy, ignore_index=0))
+    ('MSELoss', 'cross_entropy')
+    """
+    if loss_fn is None:
+        return ""
+    if isinstance(loss_fn, functools.partial):
+        return name_of(loss_fn.func)
+    return str(getattr(loss_fn, "__qualname__", type(loss_fn).__qualname__))
 
 
 def own_loss(output: Any) -> Any:

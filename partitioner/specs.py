@@ -397,6 +397,38 @@ def optimizer_state_bytes(optimizer: str, element_bytes: float = 4) -> float:
     return OPTIMIZER_BYTES[optimizer] * element_bytes / 4
 
 
+class Counted(Given):
+    """What a mean is over: the numbers of one tensor of a batch, summed, or those of them that are not `other_than`."""
+
+    argument: int | str
+    """Position or name of the model's argument that holds the tensor; "target"."""
+    tensor: Annotated[int, Field(ge=0)] = 0
+    """Which of the argument's tensors."""
+    other_than: float | None = None
+    """The value that does not count (padding), each other counting one; None: the numbers themselves count."""
+    shifted: bool = False
+    """Without the first position of the last dimension, which has nothing before it that could predict it."""
+
+    def __str__(self) -> str:
+        which = self.argument if isinstance(self.argument, str) else f"argument {self.argument}"
+        which += f" (tensor {self.tensor})" if self.tensor else ""
+        which += ", its first position left out" if self.shifted else ""
+        return (
+            f"the sum of {which}"
+            if self.other_than is None
+            else f"the entries of {which} other than {self.other_than:g}"
+        )
+
+
+class LossRule(Given):
+    """How the losses of micro-batches make that of the batch, for one loss."""
+
+    loss: str
+    """Whose rule it is: the name of loss_fn, "" for the model's own loss."""
+    how: Literal["sum", "samples", "given"] | Counted
+    """Added up; a mean weighted by samples, or by what is counted; given: by a function of the user's, not saved."""
+
+
 class Training(Given):
     """One optimizer step: its data, and what the planner may choose ("auto") or must keep."""
 
@@ -421,6 +453,8 @@ class Training(Given):
     """Layer id -> stage, kept by the solver, or a word: layers with the same word are on one stage, whichever, with all
     between them. A whole split by hand names every layer."""
     batch_dim: int = 0
+    loss_rule: LossRule | None = None
+    """None: as each batch tells, by its samples or its labels that are valid."""
 
     @field_validator("pin", mode="before")
     @classmethod

@@ -51,7 +51,7 @@ def _fault(
 ) -> ArgumentError | None:
     whole = batches[0].samples
     for batch in batches:
-        args, kwargs, target = map_tensors((batch.args, batch.kwargs, batch.target), _copied)
+        args, kwargs, target = map_tensors((batch.args, batch.kwargs, batch.target), copy_of)
         if any(parameter.is_meta for parameter in model.parameters()):
             args, kwargs, target = map_tensors((args, kwargs, target), lambda tensor: tensor.to("meta"))
         cut = ""
@@ -127,7 +127,8 @@ def _forward(
             hook.remove()
 
 
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
+def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same values that a run may write into; one that needs gradients gets none of the run's."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 

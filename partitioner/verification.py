@@ -172,7 +172,7 @@ def verify(
     args, kwargs = as_call(example_inputs)
     cutter = Cutter(plan.training.batch_dim)
     args, kwargs, target = _of_size(args, kwargs, example_target, plan, cutter)
-    loss = Loss(model, loss_fn, loss_weight)
+    loss = Loss(model, loss_fn, loss_weight, plan.training.loss_rule)
     notes: list[str] = []
     with shown(progress) as tell, as_it_was(model):
         tell("starting the ranks", 0.0)
@@ -352,7 +352,10 @@ def _timed_step(model: nn.Module, shards: list[list[MicroBatch]], loss: Loss) ->
     for shard in shards:
         start = time.perf_counter()
         for part in shard:
-            scaled = loss.of(model(*part.args, **part.kwargs), part.target) * next(shares)
+            share, value_of_part = next(shares), loss.of(model(*part.args, **part.kwargs), part.target)
+            if not share:
+                continue  # a mean over nothing is NaN
+            scaled = value_of_part * share
             scaled.backward()  # type: ignore[no-untyped-call]
             value += float(scaled.detach())
         seconds += time.perf_counter() - start

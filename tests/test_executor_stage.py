@@ -24,7 +24,7 @@ from partitioner.executor import materialize
 from partitioner.losses import Loss
 from partitioner.microbatches import Cutter, as_call
 from partitioner.plan import Plan
-from partitioner.specs import Shard
+from partitioner.specs import Counted, LossRule, Shard
 
 TOLERANCE = 1e-5
 
@@ -312,6 +312,29 @@ def test_a_batch_without_any_valid_label_has_no_loss_and_no_gradient(ranks: Rank
     batch = [(case.inputs, torch.full((8,), -100))]
     for rank in ranks.run(2, step_on_ranks, plan, case.model, batch, case.loss_fn):
         assert np.isnan(rank["losses"][0]) and rank["gradients"] == {}
+
+
+def mean_over_a_mask(output: torch.Tensor, target: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    wanted, mask = target
+    return (F.cross_entropy(output, wanted, reduction="none") * mask).sum() / mask.sum()
+
+
+@pytest.mark.parametrize(("pp", "dp"), [(2, 1), (1, 2)])
+def test_a_mean_over_a_mask_is_that_of_the_whole_batch(ranks: RankPool, pp: int, dp: int) -> None:
+    case = mlp()
+    plan = plan_for(case, pp=pp, dp=dp, microbatches=4 // dp)
+    rule = LossRule(loss="mean_over_a_mask", how=Counted(argument="target", tensor=1))
+    plan = plan.model_copy(update={"training": plan.training.model_copy(update={"loss_rule": rule})})
+    mask = torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0])  # the last micro-batch has none: NaN alone
+    target = (torch.arange(8), mask)
+    whole = copy.deepcopy(case.model)
+    expected = mean_over_a_mask(whole(*as_call(case.inputs)[0]), target)
+    expected.backward()
+    found = ranks.run(pp * dp, step_on_ranks, plan, case.model, [(case.inputs, target)], mean_over_a_mask)
+    assert found[0]["losses"][0] == pytest.approx(float(expected.detach()), rel=1e-6)
+    gradients = joined([rank["gradients"] for rank in found])
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6)
 
 
 class Routed(nn.Module):

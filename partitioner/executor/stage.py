@@ -57,7 +57,8 @@ def materialize(
     that builds one is called on the meta device, and each rank reads only its own tensors from `weights`: a state
     dict, a .safetensors file or a folder of them, a file of torch.save, or a checkpoint of `save_checkpoint`.
     `loss_fn(output, target)`: None takes the model's own loss. `loss_weight(inputs, target)`: what a micro-batch
-    counts for in a mean over something else than samples or valid labels; "sum" where the loss is a sum.
+    counts for in a mean over something else than samples or valid labels; "sum" where the loss is a sum; "samples".
+    None: as the plan found, or as the labels of each batch tell.
     `batch_dim`: arguments whose samples lie elsewhere than the plan says: {"positions": None, "target": 0}.
     `timeout`: seconds without progress after which a rank gives up; None is max(60, 10 x the predicted step).
     `seed`: of dropout and the like; None takes torch's on rank 0, as torch.manual_seed set it.
@@ -83,7 +84,7 @@ def materialize(
     failures = Failures(mesh)
     with failures.caught():
         placement = Placement(plan, mesh.stage, model, mesh.device, weights)
-        loss = Loss(placement.model, loss_fn, loss_weight)
+        loss = Loss(placement.model, loss_fn, loss_weight, plan.training.loss_rule)
         cutter = Cutter(plan.training.batch_dim, batch_dim)
         return LiveStage(plan, mesh, failures, placement, loss, cutter, seed, weights is None, keep_output)
 

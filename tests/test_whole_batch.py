@@ -1,0 +1,224 @@
+"""The loss of a batch against those of its micro-batches: rules are found, and where there is none it is said."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import Case
+from plans import plan_for
+from torch import nn
+from torch.nn import functional as F
+
+import partitioner as pt
+from partitioner.errors import ArgumentError, LossWarning
+from partitioner.losses import Loss
+from partitioner.microbatches import Cutter, MicroBatch
+from partitioner.specs import Counted, LossRule
+from partitioner.whole_batch import compare
+
+SAMPLES, WIDTH = 12, 6
+
+
+def batch_of(target: Any, **more: Any) -> MicroBatch:
+    x = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(1))
+    return MicroBatch((x,), more, target, SAMPLES)
+
+
+def uneven_mask() -> torch.Tensor:
+    return torch.arange(SAMPLES)[:, None] > 2 * torch.arange(WIDTH)
+
+
+def labels(padding: int) -> torch.Tensor:
+    return torch.where(uneven_mask(), torch.arange(1, WIDTH + 1).expand(SAMPLES, WIDTH), padding)
+
+
+def masked_mean(output: Any, target: Any) -> torch.Tensor:
+    wanted, mask = target
+    return ((output - wanted) ** 2 * mask).sum() / mask.sum()
+
+
+def against_each_other(output: Any, target: Any) -> torch.Tensor:
+    return F.cross_entropy(output @ target.T, torch.arange(len(output)))
+
+
+def per_position(output: Any, target: Any, *, ignore_index: int = -100) -> torch.Tensor:
+    logits = output[:, :, None] * torch.linspace(-1, 1, 7)
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=ignore_index)
+
+
+def next_position(output: Any, target: Any) -> torch.Tensor:
+    return per_position(output[:, :-1], target[:, 1:], ignore_index=0)
+
+
+LOSSES: dict[str, tuple[Callable[..., Any], Any, Any]] = {
+    "mean of a mask": (
+        masked_mean,
+        lambda: (torch.ones(SAMPLES, WIDTH), uneven_mask()),
+        Counted(argument="target", tensor=1),
+    ),
+    "mean of weights": (
+        masked_mean,
+        lambda: (torch.ones(SAMPLES, WIDTH), uneven_mask() * torch.linspace(0.5, 2, WIDTH)),
+        Counted(argument="target", tensor=1),
+    ),
+    "a sum": (lambda output, target: ((output - target) ** 2).sum(), lambda: torch.ones(SAMPLES, WIDTH), "sum"),
+    "padding of 0": (
+        lambda output, target: per_position(output, target, ignore_index=0),
+        lambda: labels(0),
+        Counted(argument="target", other_than=0),
+    ),
+    "padding of 0, shifted": (next_position, lambda: labels(0), Counted(argument="target", other_than=0, shifted=True)),
+    "padding of -1": (
+        lambda output, target: per_position(output, target, ignore_index=-1),
+        lambda: labels(-1),
+        Counted(argument="target", other_than=-1),
+    ),
+    "labels that do not count": (lambda output, target: output.square().mean(), lambda: labels(-100), "samples"),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("count", [3, 5])
+def test_what_the_loss_is_a_mean_over_is_found(name: str, count: int) -> None:
+    loss_fn, target, expected = LOSSES[name]
+    torch.manual_seed(3)
+    model, batch = nn.Linear(WIDTH, WIDTH), batch_of(target())
+    found = compare(model, batch, Cutter(), count, Loss(model, loss_fn, None))
+    assert found is not None and not found.holds and found.how == expected
+    whole = float(loss_fn(model(*batch.args), batch.target).detach())
+    assert found.whole == pytest.approx(whole, rel=1e-6)
+    assert found.parts != pytest.approx(whole, rel=2e-4)  # NaN where one micro-batch is padding only
+
+    rule = LossRule(loss=Loss(model, loss_fn, None).name, how=expected)
+    parts = Cutter().cut(batch.args, {}, batch.target, count)
+    loss = Loss(model, loss_fn, None, rule)
+    weights = loss.weights(parts, [part.args[0] for part in parts])
+    total = 1.0 if loss.is_sum({}) else sum(weights)
+    values = [float(loss.of(model(*part.args), part.target).detach()) for part in parts]
+    made = sum(value * weight for value, weight in zip(values, weights, strict=True) if weight) / total
+    assert made == pytest.approx(whole, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "target"),
+    [
+        (nn.MSELoss(), torch.ones(SAMPLES, WIDTH)),
+        (functools.partial(per_position, ignore_index=2), labels(2)),
+        (nn.MSELoss(reduction="sum"), torch.ones(SAMPLES, WIDTH)),
+    ],
+)
+def test_losses_that_tell_their_weights_hold(loss_fn: Any, target: Any) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
+    found = compare(model, batch_of(target), Cutter(), 5, Loss(model, loss_fn, None))
+    assert found is not None and found.holds and found.parts == pytest.approx(found.whole, rel=1e-5)
+
+
+def test_a_loss_that_compares_samples_has_no_rule() -> None:
+    model = nn.Linear(WIDTH, WIDTH)
+    found = compare(model, batch_of(torch.randn(SAMPLES, WIDTH)), Cutter(), 3, Loss(model, against_each_other, None))
+    assert found is not None and not found.holds and found.how is None
+
+
+class Own(nn.Module):
+    """A loss of its own, of a mask among its arguments; it counts its forwards, and some of its parts are random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.3), nn.Linear(WIDTH, WIDTH)
+        )
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor, *, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.calls += 1
+        return {"loss": (self.body(x) ** 2 * mask).sum() / mask.sum() + self.calls}
+
+
+def test_the_models_own_loss_is_compared_without_a_trace() -> None:
+    model, batch = Own(), batch_of(None, mask=uneven_mask())
+    before, drawn = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
+    found = compare(model, batch, Cutter(), 4, Loss(model, None, None))
+    assert found is not None and found.how == Counted(argument="mask")
+    assert model.calls == 0 and model.training and model.body[1].training
+    assert torch.equal(drawn, torch.get_rng_state())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_model_that_is_random_even_in_eval_mode_is_not_told_about() -> None:
+    class Noisy(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x + torch.randn_like(x))
+
+    model, drawn = Noisy(WIDTH, WIDTH), torch.get_rng_state()
+    assert compare(model, batch_of(torch.ones(SAMPLES, WIDTH)), Cutter(), 3, Loss(model, nn.MSELoss(), None)) is None
+    assert torch.equal(drawn, torch.get_rng_state())
+
+
+@pytest.fixture(scope="module")
+def case() -> Case:
+    layers = [layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+    x = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(2))
+    return Case(nn.Sequential(*layers), x, None, None)
+
+
+@pytest.fixture(scope="module")
+def profile(case: Case) -> pt.Profile:
+    return plan_for(Case(case.model, case.inputs, torch.ones(SAMPLES, WIDTH), nn.MSELoss()), pp=2).profile
+
+
+def planned(case: Case, profile: pt.Profile, loss_fn: Any, target: Any, **more: Any) -> pt.Plan:
+    return pt.partition(
+        case.model,
+        case.inputs,
+        gpus=2,
+        mesh={"pp": 2, "dp": 1},
+        microbatches=4,
+        schedule="gpipe",
+        profile=profile,
+        loss_fn=loss_fn,
+        example_target=target,
+        **more,
+    )
+
+
+def test_the_plan_keeps_the_rule_and_says_so(case: Case, profile: pt.Profile) -> None:
+    target = (torch.ones(SAMPLES, WIDTH), uneven_mask())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan = planned(case, profile, masked_mean, target)
+    assert plan.training.loss_rule == LossRule(loss="masked_mean", how=Counted(argument="target", tensor=1))
+    whole = float(masked_mean(case.model(case.inputs), target).detach())
+    assert any(f"{whole:.6g}" in line and "the sum of target (tensor 1)" in line for line in plan.why)
+    assert pt.Plan.model_validate_json(plan.model_dump_json()).training.loss_rule == plan.training.loss_rule
+    with pytest.raises(ArgumentError, match=r"masked_mean.*is run with loss_fn=MSELoss"):
+        Loss(case.model, nn.MSELoss(), None, plan.training.loss_rule)
+    mean = planned(case, profile, nn.MSELoss(), target[0])
+    assert mean.training.loss_rule is None and not any("the loss of the batch" in line for line in mean.why)
+
+
+def test_a_loss_without_a_rule_warns_unless_that_is_accepted(case: Case, profile: pt.Profile) -> None:
+    target = torch.randn(SAMPLES, WIDTH)
+    with pytest.warns(LossWarning, match=r"and its 4 micro-batches make .*loss_weight='samples'") as warned:
+        planned(case, profile, against_each_other, target)
+    assert warned[0].filename == __file__ or "test_whole_batch" in warned[0].filename
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan = planned(case, profile, against_each_other, target, loss_weight="samples")
+    assert plan.training.loss_rule == LossRule(loss="against_each_other", how="samples")
+    with pytest.warns(LossWarning, match="under loss_weight; it is a mean over samples"):
+        planned(case, profile, nn.MSELoss(), target, loss_weight=lambda inputs, target: float(target.abs().sum()))
+
+
+def test_a_function_that_weighs_is_asked_for_again(case: Case, profile: pt.Profile) -> None:
+    target = (torch.ones(SAMPLES, WIDTH), uneven_mask())
+    plan = planned(case, profile, masked_mean, target, loss_weight=lambda inputs, target: target[1].sum())
+    assert plan.training.loss_rule is not None and plan.training.loss_rule.how == "given"
+    with pytest.raises(ArgumentError, match="pass loss_weight= here too"):
+        Loss(case.model, masked_mean, None, plan.training.loss_rule)
+    with pytest.raises(ArgumentError, match="'mean'"):
+        planned(case, profile, nn.MSELoss(), target[0], loss_weight="mean")
