@@ -54,11 +54,18 @@ def loopback(repeats: int = 7) -> Link:
                 came_at[size, k] = time.perf_counter()
                 receiver.expect()
 
+    both_done = threading.Barrier(2, timeout=patience.total_seconds())
+
     def rank(number: int, does: Callable[[Any], None]) -> None:
         try:
-            does(dist.ProcessGroupGloo(store, number, 2, patience))
+            group = dist.ProcessGroupGloo(store, number, 2, patience)
+            does(group)
+            both_done.wait()  # a group that ends takes the other's connection along, whatever that still waits for
+        except threading.BrokenBarrierError:
+            pass  # the other failed, and has said why
         except BaseException as error:
             failures.append(error)
+            both_done.abort()
 
     threads = [
         threading.Thread(target=rank, args=(number, does), daemon=True) for number, does in ((0, sends), (1, receives))

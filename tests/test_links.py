@@ -12,6 +12,7 @@ from rank_pool import RankPool, join_group
 
 from partitioner.errors import SetupError
 from partitioner.links import SIZES_BYTES, RankLinks, between_ranks, loopback
+from partitioner.wire import Sender
 
 
 def measure(size: int) -> tuple[RankLinks, float, float]:
@@ -58,3 +59,25 @@ def test_one_process_alone_has_no_links() -> None:
 def test_a_loopback_is_a_link_of_this_machine() -> None:
     link = loopback(repeats=3)
     assert link.sizes_bytes == SIZES_BYTES and 1e-6 < link.seconds[0] <= link.seconds[-1] < 5
+
+
+def test_neither_end_of_the_loopback_goes_before_the_other_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group that ends resets the connection, on which the other may still wait for what has arrived long ago."""
+    gone: list[int] = []
+    gone_at_flush: list[int] = []
+
+    class Watched(dist.ProcessGroupGloo):
+        def __del__(self) -> None:
+            gone.append(1)
+
+    def slow_flush(sender: Sender) -> None:
+        time.sleep(0.05)
+        gone_at_flush.append(len(gone))
+        flush(sender)
+
+    flush = Sender.flush
+    monkeypatch.setattr(dist, "ProcessGroupGloo", Watched)
+    monkeypatch.setattr(Sender, "flush", slow_flush)
+    loopback(repeats=2)
+    assert len(gone) == 2
+    assert gone_at_flush and not any(gone_at_flush)
