@@ -108,14 +108,14 @@ def _candidates(batch: MicroBatch) -> Iterator[Counted]:
 
 def _values(model: nn.Module, splits: Sequence[Sequence[MicroBatch]], loss: Loss) -> list[list[float]] | None:
     """The losses of all parts of each split, each part from the same state; None where random numbers are drawn."""
-    with untouched(model) as start:
+    with untouched(model, loss.keeps) as start:
         normalised = any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in model.modules())
         if not normalised and (values := _drawing_nothing(model, splits, loss, start)) is not None:
             return values
         if not any(module.training for module in model.modules()):
             return None
         model.eval()
-        return _drawing_nothing(model, splits, loss, ModelState(model))
+        return _drawing_nothing(model, splits, loss, ModelState(model, loss.keeps))
 
 
 def _drawing_nothing(
