@@ -271,8 +271,9 @@ def _weighted(plan: Plan, model: nn.Module, batch: MicroBatch, loss: Loss, notes
         else:
             accepted = rule is not None and rule.how == "samples"
             text = (
-                f"{numbers}: it compares samples with each other, or is a mean over what is not in the batch. Say what "
-                "a micro-batch counts for (loss_weight=lambda inputs, target: ...), leave the batch whole "
+                f"{numbers}: it compares samples with each other, is a mean over what is not in the batch, or is of an "
+                "argument that has as many rows as the batch has samples but holds something else. Say what a "
+                "micro-batch counts for (loss_weight=lambda inputs, target: ...), leave the batch whole "
                 "(microbatches=1, mesh={'dp': 1}), or take it as accumulated gradients do (loss_weight='samples')"
             )
             (notes if accepted else warned).append(f"{numbers}, as loss_weight='samples' asks" if accepted else text)
