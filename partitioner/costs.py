@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +11,8 @@ from partitioner.clock import Replica, StageCost, Transfer
 from partitioner.errors import ArgumentError
 from partitioner.graph import CostGraph
 from partitioner.memory import BUCKET_BYTES, memory_limit, stage_memory
-from partitioner.specs import EXCHANGES, EXECUTED_SHARDS, Cluster, Link, Shard, Training, counted
+from partitioner.specs import EXCHANGES, EXECUTED_SHARDS, Cluster, Link, Shard, Training
+from partitioner.split import Split
 
 FIRST_BUCKET_BYTES = 2**20
 """What DistributedDataParallel puts into the first bucket, so that it starts early."""
@@ -33,32 +33,18 @@ class Baseline(NamedTuple):
         return self.step_s + self.optimizer_s
 
 
-def replica_costs(
-    graph: CostGraph,
-    cluster: Cluster,
-    training: Training,
-    *,
-    num_microbatches: int,
-    cuts: Sequence[int],
-    devices: Sequence[Sequence[int]],
-    recompute: Sequence[bool] = (),
-    shard: Sequence[Shard] | None = None,
-) -> list[Replica]:
+def replica_costs(graph: CostGraph, cluster: Cluster, training: Training, split: Split) -> list[Replica]:
     """What each replica's stages and transfers take on the devices and links that they have.
 
-    devices: of the cluster, by stage, one a replica.
-
-    A micro-batch is batch / (replicas x micro-batches) samples, a fraction where that does not divide. `recompute`: by
-    stage, whether its layers run again in their backward; empty is never. `shard`: by stage, what its replicas divide;
-    None is the level that `training` names for all. Stages of one rank hand tensors over in no time.
+    Stages of one rank hand tensors over in no time.
     """
-    num_replicas = len(devices[0])
-    samples = _samples(graph, cluster, training, num_replicas, num_microbatches, cuts, devices)
+    num_replicas, devices, shard, recompute = split.num_replicas, split.devices, split.shard, split.recompute
+    samples = _samples(graph, cluster, training, split, num_replicas)
     arrays = graph.at(samples)
-    bounds = graph.bounds(cuts)
-    shard = [training.one_shard] * len(bounds) if shard is None else shard
-    moved = graph.transfers(cuts, samples)
-    shared = [(parameter.bytes, owners) for parameter, owners in graph.synced_parameters(cuts) if parameter.trainable]
+    bounds = graph.bounds(split.cuts)
+    moved = graph.transfers(split.cuts, samples)
+    synced = graph.synced_parameters(split.cuts)
+    shared = [(parameter.bytes, owners) for parameter, owners in synced if parameter.trainable]
     elements = float(graph.trainable_elements(0, graph.num_layers))
     replicas: list[Replica] = []
     sync_links = [cluster.slowest_link(tuple(row)) for row in devices]
@@ -90,7 +76,7 @@ def replica_costs(
             if shard[stage] != "none" and num_replicas > 1:
                 part *= optimizer_part(graph, shard[stage], num_replicas, first, last)
             forward_s = float(arrays.forward_s[first:last].sum())
-            again_s = forward_s if recompute and recompute[stage] else 0.0
+            again_s = forward_s if recompute[stage] else 0.0
             input_s = weight_s = None
             if arrays.backward_input_s is not None and arrays.backward_weight_s is not None:
                 input_s = (float(arrays.backward_input_s[first:last].sum()) + again_s) / speed
@@ -124,74 +110,49 @@ def replica_costs(
     return replicas
 
 
-def _samples(
-    graph: CostGraph,
-    cluster: Cluster,
-    training: Training,
-    num_replicas: int | None,
-    num_microbatches: int,
-    cuts: Sequence[int],
-    devices: Sequence[Sequence[int]],
-) -> float:
+def _samples(graph: CostGraph, cluster: Cluster, training: Training, split: Split, num_replicas: int | None) -> float:
     """Of a micro-batch; an ArgumentError where the cuts, the micro-batches or the devices cannot be. num_replicas: None
     where the ranks of a stage take turns at one pipeline."""
-    graph.check_cuts(cuts)
-    samples = training.batch_size / ((num_replicas or 1) * num_microbatches)
+    graph.check_cuts(split.cuts)
+    samples = training.batch_size / ((num_replicas or 1) * split.num_microbatches)
     if samples < 1:
         replicas = "" if num_replicas is None else f"{num_replicas} replicas x "
         raise ArgumentError(
-            f"a batch of {training.batch_size} cannot be cut into {replicas}{num_microbatches} micro-batches: use "
-            "fewer of them or a larger batch_size"
+            f"a batch of {training.batch_size} cannot be cut into {replicas}{split.num_microbatches} micro-batches: "
+            "use fewer of them or a larger batch_size"
         )
-    if (highest := max(map(max, devices))) >= cluster.num_devices:
+    if (highest := max(map(max, split.devices))) >= cluster.num_devices:
         raise ArgumentError(f"there is no device {highest}: the cluster has {cluster.num_devices}")
     return samples
 
 
-def forward_costs(
-    graph: CostGraph,
-    cluster: Cluster,
-    training: Training,
-    num_microbatches: int,
-    *,
-    cuts: Sequence[int],
-    devices: Sequence[Sequence[int]],
-) -> list[Replica]:
+def forward_costs(graph: CostGraph, cluster: Cluster, training: Training, split: Split) -> list[Replica]:
     """`replica_costs` of forward passes: nothing comes back, is reduced or updated."""
-    replicas = replica_costs(graph, cluster, training, num_microbatches=num_microbatches, cuts=cuts, devices=devices)
     return [
         Replica(
             tuple(StageCost(stage.forward_s, 0.0) for stage in one.stages),
             tuple(Transfer(t.source, t.target, t.forward_s, 0.0) for t in one.transfers),
         )
-        for one in replicas
+        for one in replica_costs(graph, cluster, training, split)
     ]
 
 
-def turn_costs(
-    graph: CostGraph,
-    cluster: Cluster,
-    training: Training,
-    num_microbatches: int,
-    *,
-    cuts: Sequence[int],
-    devices: Sequence[Sequence[int]],
-) -> Replica:
+def turn_costs(graph: CostGraph, cluster: Cluster, training: Training, split: Split) -> Replica:
     """What forward passes cost where the ranks of a stage take turns at the micro-batches of one pipeline.
 
-    devices: of the cluster, by stage, those of its ranks. A stage takes what its slowest device does, a message what
-    the slowest link between a rank of the one stage and a rank of the other does.
+    A stage takes what its slowest device does, a message what the slowest link between a rank of the one stage and a
+    rank of the other does.
     """
-    samples = _samples(graph, cluster, training, None, num_microbatches, cuts, devices)
+    samples, devices = _samples(graph, cluster, training, split, None), split.devices
     forward_s, slicing_s = graph.at(samples).forward_s, graph.slicing_s(len(devices))
     stages = tuple(
         StageCost(
             (float(forward_s[i:j].sum()) + slicing_s) / min(cluster.devices[one].relative_speed for one in row), 0.0
         )
-        for (i, j), row in zip(graph.bounds(cuts), devices, strict=True)
+        for (i, j), row in zip(graph.bounds(split.cuts), devices, strict=True)
     )
     transfers = []
-    for source, target, num_bytes, _ in graph.transfers(cuts, samples):
+    for source, target, num_bytes, _ in graph.transfers(split.cuts, samples):
         links = {cluster.link(a, b) for a in devices[source] for b in devices[target]}
         transfers.append(Transfer(source, target, max(link.time(num_bytes) for link in links), 0.0))
     return Replica(stages, tuple(transfers))
@@ -255,18 +216,6 @@ def replica_sync_s(graph: CostGraph, link: Link, samples: float, num_replicas: i
     return max(0.0, through - now)
 
 
-def place(cluster: Cluster, num_stages: int, num_replicas: int) -> tuple[tuple[int, ...], ...]:
-    """Devices of each stage, one a replica: the stages of a replica sit side by side, within a node where they can."""
-    num_ranks = num_stages * num_replicas
-    if num_ranks > cluster.num_devices:
-        raise ArgumentError(
-            f"{counted(num_stages, 'stage')} x {counted(num_replicas, 'replica')} need {num_ranks} devices, the "
-            f"cluster has {cluster.num_devices}: use a smaller mesh"
-        )
-    by_node = sorted(range(num_ranks), key=lambda rank: cluster.nodes[rank])
-    return tuple(tuple(by_node[stage::num_stages]) for stage in range(num_stages))
-
-
 def single_device(graph: CostGraph, cluster: Cluster, training: Training, *, overhead_s: float = 0.0) -> Baseline:
     """The best that one of the cluster's devices does alone, over every micro-batch count that divides the batch."""
     batch_size = training.batch_size
@@ -278,7 +227,7 @@ def single_device(graph: CostGraph, cluster: Cluster, training: Training, *, ove
         for count in counts:
             arrays = graph.at(batch_size / count)
             work_s = float(arrays.forward_s.sum() + arrays.backward_s.sum()) / speed
-            memory = stage_memory(graph, training, device, cuts=(), stage=0, schedule="1f1b", num_microbatches=count)
+            memory = stage_memory(graph, training, device, Split((), ((0,),), count))
             found.append(
                 Baseline(
                     step_s=count * (work_s + 2 * overhead_s),

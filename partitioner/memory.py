@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -17,41 +17,25 @@ from partitioner.intervals import IntervalMax, IntervalSum
 from partitioner.plan import MemoryItems
 from partitioner.schedule import build_schedule, in_flight, placement
 from partitioner.specs import EXECUTED_SHARDS, Device, Recompute, Saving, ScheduleName, Shard, StateBytes, Training
+from partitioner.split import Split
 from partitioner.steps import Layout
 
 BUCKET_BYTES = 25 * 2**20
 """What DistributedDataParallel puts into one gradient bucket by default."""
 
 
-def stage_memory(
-    graph: CostGraph,
-    training: Training,
-    device: Device,
-    *,
-    cuts: Sequence[int],
-    stage: int,
-    schedule: ScheduleName,
-    num_microbatches: int,
-    num_replicas: int = 1,
-    num_ranks: int | None = None,
-    recompute: bool = False,
-    shard: Shard | None = None,
-    orders: Orders | None = None,
-) -> MemoryItems:
-    """Bytes that one rank of `stage` holds at its peak, by what they are for. The stages are those of `cuts`.
+def stage_memory(graph: CostGraph, training: Training, device: Device, split: Split, stage: int = 0) -> MemoryItems:
+    """Bytes that one rank of the stage holds at its peak on the device, by what they are for.
 
-    num_ranks: of the pipeline; None is one stage a rank. Of several stages on a rank, each has what it holds when the
-    rank holds the most, and what the rank has once stands with its first stage: together they are the rank's peak, but
-    for the gradients on their way, which only the stage at work has.
-    recompute: layers keep what they received and run again in their backward, one at a time. shard: what the replicas
-    of each stage divide; None is the one that `training` names.
-    orders: None is the schedule's own.
+    Of several stages on a rank, each has what it holds when the rank holds the most, and what the rank has once stands
+    with its first stage: together they are the rank's peak, but for the gradients on their way, which only the stage at
+    work has. Layers that a stage recomputes keep what they received and run again in their backward, one at a time.
     The total, overhead and slack of the device included, is to be held against `memory_limit(device, training)`.
     """
-    bounds, num_stages = graph.bounds(cuts), len(cuts) + 1
-    overhead = overhead_bytes(device, num_ranks or num_stages, num_replicas)
-    samples = training.batch_size / (num_replicas * num_microbatches)
-    saving = Saving(recompute, training.one_shard if shard is None else shard)
+    bounds, num_stages, num_ranks = graph.bounds(split.cuts), split.num_stages, split.num_places
+    schedule, num_microbatches, orders = split.schedule, split.num_microbatches, split.orders
+    overhead = overhead_bytes(device, num_ranks, split.num_replicas)
+    spread = Spread.of_stage(split.saving[stage], split.num_replicas)
 
     def items_of(stages: slice | int, held: ArrayLike) -> dict[str, Any]:
         first, last = np.array(bounds)[stages].T
@@ -60,13 +44,13 @@ def stage_memory(
             training,
             first,
             last,
-            samples=samples,
+            samples=split.samples(training),
             held=held,
-            replicated=num_replicas > 1,
-            spread=Spread.of_stage(saving, num_replicas),
+            replicated=split.num_replicas > 1,
+            spread=spread,
         )
 
-    if num_ranks is None or num_ranks == num_stages:
+    if num_ranks == num_stages:
         if orders is None:
             count = in_flight(schedule, stage, num_stages, num_microbatches)
         else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from partitioner.actions import Orders, Table
 from partitioner.clock import Replica, run_clock
@@ -15,7 +14,8 @@ from partitioner.ordering import Ordered, Room, search_order
 from partitioner.plan import Plan
 from partitioner.rounds import SPLIT_BACKWARD
 from partitioner.schedule import build_schedule, placement
-from partitioner.specs import Cluster, Saving, ScheduleName, Shard, Training
+from partitioner.specs import Cluster, ScheduleName, Training
+from partitioner.split import Split
 
 MOST_SEARCHED = 2**13
 """Actions of a step, up to which an order is searched; that takes a quarter of a millisecond an action."""
@@ -32,54 +32,20 @@ def best_order(plan: Plan, *, barrier: bool = True) -> Ordered:
     micro-batch of each of its stages.
     """
     graph = CostGraph.from_profile(plan.profile)
-    found, _ = _search(
-        graph,
-        plan.cluster,
-        plan.training,
-        plan.placement,
-        num_microbatches=plan.num_microbatches,
-        cuts=[graph.position[stage.layers[0]] for stage in plan.stages[1:]],
-        devices=plan.stage_devices,
-        recompute=[stage.recompute for stage in plan.stages],
-        shard=[stage.shard for stage in plan.stages],
-        barrier=barrier,
-    )
+    found, _ = _search(graph, plan.cluster, plan.training, plan.split, barrier=barrier)
     return found
 
 
-def faster_order(
-    graph: CostGraph,
-    cluster: Cluster,
-    training: Training,
-    *,
-    schedule: ScheduleName,
-    num_places: int,
-    num_microbatches: int,
-    cuts: Sequence[int],
-    devices: Sequence[Sequence[int]],
-    recompute: Sequence[bool],
-    shard: Sequence[Shard],
-) -> Orders | None:
+def faster_order(graph: CostGraph, cluster: Cluster, training: Training, split: Split) -> Orders | None:
     """An order of F, I and W for these stages, in the memory of their devices, with a shorter step than the schedule's.
 
     None: none was found, the schedule's backwards are whole, or its lists have more than `MOST_SEARCHED` actions.
     """
-    num_stages = len(cuts) + 1
-    if schedule not in SPLIT_BACKWARD or 3 * num_stages * num_microbatches > MOST_SEARCHED:
+    if split.schedule not in SPLIT_BACKWARD or 3 * split.num_stages * split.num_microbatches > MOST_SEARCHED:
         return None
-    own = build_schedule(schedule, num_stages, num_microbatches, num_ranks=num_places)
+    own = build_schedule(split.schedule, split.num_stages, split.num_microbatches, num_ranks=split.num_places)
     try:
-        found, replicas = _search(
-            graph,
-            cluster,
-            training,
-            placement(schedule, num_stages, num_places),
-            num_microbatches=num_microbatches,
-            cuts=cuts,
-            devices=devices,
-            recompute=recompute,
-            shard=shard,
-        )
+        found, replicas = _search(graph, cluster, training, split)
     except ArgumentError:  # one micro-batch of each stage does not fit, whatever the order
         return None
 
@@ -91,31 +57,20 @@ def faster_order(
 
 
 def _search(
-    graph: CostGraph,
-    cluster: Cluster,
-    training: Training,
-    places: Sequence[int],
-    *,
-    num_microbatches: int,
-    cuts: Sequence[int],
-    devices: Sequence[Sequence[int]],
-    recompute: Sequence[bool],
-    shard: Sequence[Shard],
-    barrier: bool = True,
+    graph: CostGraph, cluster: Cluster, training: Training, split: Split, *, barrier: bool = True
 ) -> tuple[Ordered, list[Replica]]:
     """`search_order` for the slowest replica, with what the memory of every replica's devices has room for; and what
     the replicas cost.
 
     Textbook orders of every schedule with its stages at these places are among those tried.
     """
-    num_places, num_replicas, num_stages = 1 + max(places), len(devices[0]), len(places)
-    samples = training.batch_size / (num_replicas * num_microbatches)
+    places, num_places, num_replicas = split.places, split.num_places, split.num_replicas
     limits, held = [math.inf] * num_places, []
-    for row, at in zip(devices, places, strict=True):
+    for row, at in zip(split.devices, places, strict=True):
         for device in (cluster.devices[one] for one in row):
             limit = memory_limit(device, training)
             limits[at] = min(limits[at], room_bytes(device, limit, num_places, num_replicas))
-    for (first, last), again, level, at in zip(graph.bounds(cuts), recompute, shard, places, strict=True):
+    for (first, last), saving, at in zip(graph.bounds(split.cuts), split.saving, places, strict=True):
         always, one = (
             sum(
                 float(value)
@@ -124,34 +79,25 @@ def _search(
                     training,
                     first,
                     last,
-                    samples=samples,
+                    samples=split.samples(training),
                     held=count,
                     replicated=num_replicas > 1,
-                    spread=Spread.of_stage(Saving(again, level), num_replicas),
+                    spread=Spread.of_stage(saving, num_replicas),
                 ).values()
             )
             for count in (0, 1)
         )
         limits[at] -= always
         held.append(one - always)
-    replicas = replica_costs(
-        graph,
-        cluster,
-        training,
-        num_microbatches=num_microbatches,
-        cuts=cuts,
-        devices=devices,
-        recompute=recompute,
-        shard=shard,
-    )
+    replicas = replica_costs(graph, cluster, training, split)
     slowest = max(replicas, key=lambda one: sum(stage.forward_s + stage.backward_s for stage in one.stages))
     room = Room(tuple(limits), tuple(held))
     textbook = [
-        build_schedule(name, num_stages, num_microbatches, num_ranks=num_places)
+        build_schedule(name, split.num_stages, split.num_microbatches, num_ranks=num_places)
         for name in SPLIT_BACKWARD
-        if _arranged(name, num_stages, num_places) == tuple(places)
+        if _arranged(name, split.num_stages, num_places) == places
     ]
-    return search_order(slowest, places, num_microbatches, room, textbook=textbook, barrier=barrier), replicas
+    return search_order(slowest, places, split.num_microbatches, room, textbook=textbook, barrier=barrier), replicas
 
 
 def _arranged(name: ScheduleName, num_stages: int, num_places: int) -> tuple[int, ...] | None:

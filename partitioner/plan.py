@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from itertools import accumulate
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, model_validator
@@ -15,7 +16,8 @@ from partitioner.graph import CostGraph
 from partitioner.profiles import Profile, read_checked, write_whole
 from partitioner.rounds import SPLIT_BACKWARD
 from partitioner.schedule import build_schedule, placement, taking_turns
-from partitioner.specs import Bytes, Cluster, Device, Frozen, ScheduleName, Seconds, Shard, Training
+from partitioner.specs import Bytes, Cluster, Device, Frozen, Saving, ScheduleName, Seconds, Shard, Training
+from partitioner.split import Split
 
 FORMAT_VERSION: Final = 3
 """1: without `devices`; rank i sat on device i. 2: every stage on as many ranks as there are replicas."""
@@ -245,9 +247,8 @@ class Plan(ShownPlan, Frozen):
                 if last.get((stage, kind), -1) > k:
                     raise ValueError(f"the orders run {stage}{kind}{k} after {stage}{kind}{last[stage, kind]}")
                 last[stage, kind] = k
-        graph = CostGraph.from_profile(self.profile)
-        cuts = [graph.position[stage.layers[0]] for stage in self.stages[1:]]
-        check_schedule(orders, [(one.source, one.target) for one in graph.transfers(cuts, self.microbatch_samples)])
+        transfers = CostGraph.from_profile(self.profile).transfers(self.split.cuts, self.microbatch_samples)
+        check_schedule(orders, [(one.source, one.target) for one in transfers])
 
     def actions(self) -> tuple[tuple[Action, ...], ...]:
         """What each rank of a pipeline runs in a training step, in order: the schedule's lists, or the plan's own.
@@ -259,6 +260,18 @@ class Plan(ShownPlan, Frozen):
         if self.orders is None:
             return build_schedule(self.schedule, self.num_stages, self.num_microbatches, num_ranks=self.mesh["pp"])
         return tuple(tuple(map(Action.parse, order.split())) for order in self.orders)
+
+    @property
+    def split(self) -> Split:
+        """Where its layers, micro-batches and actions go, as a value; its devices are those of the plan's cluster."""
+        return Split(
+            cuts=tuple(accumulate(len(stage.layers) for stage in self.stages[:-1])),
+            devices=self.stage_devices,
+            num_microbatches=self.num_microbatches,
+            schedule=self.schedule,
+            savings=tuple(Saving(stage.recompute, stage.shard) for stage in self.stages),
+            orders=None if self.orders is None else self.actions(),
+        )
 
     @property
     def num_stages(self) -> int:

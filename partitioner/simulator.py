@@ -10,14 +10,14 @@ When actions and messages happen is the clock's part. Around it:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from partitioner.actions import KINDS, Orders, Table, chain, check_schedule, most_held
 from partitioner.clock import Clock, Floats, Replica, StageCost, StepTimes, Transfer, run_clock
-from partitioner.costs import Baseline, exchange_s, place, replica_costs, single_device, turn_costs
+from partitioner.costs import Baseline, exchange_s, replica_costs, single_device, turn_costs
 from partitioner.errors import ArgumentError, expect
 from partitioner.graph import CostGraph
 from partitioner.memory import stage_memory
@@ -25,7 +25,8 @@ from partitioner.own_order import faster_order
 from partitioner.plan import LostEfficiency, Plan, Prediction, StagePrediction
 from partitioner.rounds import SPLIT_BACKWARD
 from partitioner.schedule import forward_only, in_flight, placement, schedule_table
-from partitioner.specs import MOST_SECONDS, Cluster, ScheduleName, Shard, Training
+from partitioner.specs import MOST_SECONDS, Cluster, ScheduleName, Training
+from partitioner.split import Split
 from partitioner.steady import step_times
 from partitioner.timeline import Span, Timeline
 from partitioner.turns import turn_timeline
@@ -87,49 +88,23 @@ def simulate(
         )
     cluster = cluster or plan.cluster
     ranks = [stage.ranks for stage in plan.stages]
-    devices = plan.stage_devices if cluster.num_devices == plan.cluster.num_devices else ranks
-    num_microbatches = plan.num_microbatches if microbatches is None else microbatches
-    graph = CostGraph.from_profile(plan.profile)
-    cuts = [graph.position[stage.layers[0]] for stage in plan.stages[1:]]
+    split = replace(plan.split, schedule=name, num_microbatches=microbatches or plan.num_microbatches)
+    if cluster.num_devices != plan.cluster.num_devices:
+        split = replace(split, devices=tuple(ranks))
+    graph, m = CostGraph.from_profile(plan.profile), split.num_microbatches
     if plan.takes_turns:
         if name != plan.schedule:
             raise ArgumentError(f"ranks that take turns run forwards alone, which {name} does not order: leave it out")
-        costs = turn_costs(graph, cluster, plan.training, num_microbatches, cuts=cuts, devices=devices)
-        return turn_timeline(costs, ranks, num_microbatches)
-    replicas = replica_costs(
-        graph,
-        cluster,
-        plan.training,
-        num_microbatches=num_microbatches,
-        cuts=cuts,
-        devices=devices,
-        recompute=[stage.recompute for stage in plan.stages],
-        shard=[stage.shard for stage in plan.stages],
-    )
+        return turn_timeline(turn_costs(graph, cluster, plan.training, split), ranks, m)
+    replicas = replica_costs(graph, cluster, plan.training, split)
     if plan.training.objective == "train":
-        orders: Orders | None = None
-        if (name, num_microbatches, cluster) == (plan.schedule, plan.num_microbatches, plan.cluster):
-            orders = plan.actions() if plan.orders is not None else None
-        else:
-            orders = faster_order(
-                graph,
-                cluster,
-                plan.training,
-                schedule=name,
-                num_places=plan.mesh["pp"],
-                num_microbatches=num_microbatches,
-                cuts=cuts,
-                devices=devices,
-                recompute=[stage.recompute for stage in plan.stages],
-                shard=[stage.shard for stage in plan.stages],
-            )
-        if orders is None:
-            table = schedule_table(name, plan.num_stages, num_microbatches, plan.mesh["pp"])
-        else:
-            table = Table.of(orders)
+        orders = split.orders
+        if (name, m, cluster) != (plan.schedule, plan.num_microbatches, plan.cluster):
+            orders = faster_order(graph, cluster, plan.training, split)
+        table = schedule_table(name, plan.num_stages, m, plan.mesh["pp"]) if orders is None else Table.of(orders)
         clocks = {replica: run_clock(table, replica) for replica in set(replicas)}
     else:
-        clocks = {replica: forward_clock(replica, num_microbatches) for replica in set(replicas)}
+        clocks = {replica: forward_clock(replica, m) for replica in set(replicas)}
     return _timeline([clocks[replica] for replica in replicas], replicas, list(dict.fromkeys(ranks)))
 
 
@@ -142,26 +117,15 @@ def predict(
     graph: CostGraph,
     cluster: Cluster,
     training: Training,
+    split: Split,
     *,
-    mesh: Mapping[str, int],
-    schedule: ScheduleName,
-    num_microbatches: int,
-    cuts: Sequence[int],
-    devices: Sequence[Sequence[int]] | None = None,
-    recompute: Sequence[bool] | None = None,
-    shard: Sequence[Shard] | None = None,
     baseline: Baseline | None = None,
-    orders: Orders | None = None,
     overhead_s: float = 0.0,
     overlap: bool = True,
 ) -> Prediction:
     """All figures of one split: its step, its speed against one device, each stage's share, and what was lost to what.
 
-    mesh: {"pp": ranks of a pipeline, "dp": replicas}; each rank has the same number of the stages that the cuts make.
-    num_microbatches: a replica. devices: of the cluster, by stage, one a replica; None is `place`, with the stages
-    where the schedule has them. recompute: by stage; None is never. shard: by stage; None is the level that `training`
-    names. baseline: `single_device`'s answer, which is the same for all splits of a model; None computes it. orders: of
-    each rank of a pipeline; None is the schedule's own.
+    baseline: `single_device`'s answer, which is the same for all splits of a model; None computes it.
 
     Lost efficiency compares the devices' time with the baseline's, through runs each idealised one step further:
 
@@ -182,27 +146,12 @@ def predict(
     the baseline's device is the fastest; that one is where the split allows larger micro-batches than one device holds.
     A backward in two parts that take longer together than the whole counts as imbalance.
     """
-    num_stages, num_places, num_replicas = len(cuts) + 1, mesh["pp"], mesh["dp"]
-    if num_stages % num_places:
-        raise ArgumentError(f"the cuts {tuple(cuts)} make {num_stages} stages, but the mesh has pp={num_places}")
-    place_of = placement(schedule, num_stages, num_places)
-    if devices is None:
-        by_place = place(cluster, num_places, num_replicas)
-        devices = [by_place[at] for at in place_of]
+    num_stages, num_places, num_replicas = split.num_stages, split.num_places, split.num_replicas
+    schedule, num_microbatches, devices = split.schedule, split.num_microbatches, split.devices
+    cuts, recompute, shard, orders, place_of = split.cuts, split.recompute, split.shard, split.orders, split.places
     if baseline is None:
         baseline = single_device(graph, cluster, training, overhead_s=overhead_s)
-    recompute = [False] * num_stages if recompute is None else recompute
-    shard = [training.one_shard] * num_stages if shard is None else shard
-    replicas = replica_costs(
-        graph,
-        cluster,
-        training,
-        num_microbatches=num_microbatches,
-        cuts=cuts,
-        devices=devices,
-        recompute=recompute,
-        shard=shard,
-    )
+    replicas = replica_costs(graph, cluster, training, split)
     # Replicas of equal cost do the same at the same time, so one stands for all of them.
     distinct = list(dict.fromkeys(replicas))
 
@@ -220,11 +169,11 @@ def predict(
     optimizer_s = max(
         float(np.bincount(places, [one.optimizer_s for one in replica.stages]).max()) for replica in distinct
     )
-    total_s, num_ranks = step_s + optimizer_s, num_places * num_replicas
+    total_s, num_ranks = step_s + optimizer_s, split.num_ranks
     if step_s <= 0:
         raise ArgumentError("every layer of this profile takes 0 s: measure it, or give costs, before planning with it")
     if (longest_s := max(total_s, baseline.total_s)) > MOST_SECONDS:
-        costs = graph.at(training.batch_size / (num_replicas * num_microbatches))
+        costs = graph.at(split.samples(training))
         worst = int((costs.forward_s + costs.backward_s).argmax())
         worst_s = float(costs.forward_s[worst] + costs.backward_s[worst])
         raise ArgumentError(
@@ -237,25 +186,12 @@ def predict(
     rank_busy_s = np.array([np.bincount(places, row) for row in busy_s])  # [replica, place]
     idle_s = np.maximum(0.0, step_s - rank_busy_s - [np.bincount(places, row) for row in waited_s])
     slowest = rank_busy_s.argmax(axis=0)[places]  # by stage, of the distinct replicas
-    samples = training.batch_size / (num_replicas * num_microbatches)
+    samples = split.samples(training)
     moved = graph.transfers(cuts, samples)
     held = None if orders is None else most_held(orders)
     stages = []
     for stage, r in enumerate(slowest.tolist()):
-        memory = stage_memory(
-            graph,
-            training,
-            cluster.devices[devices[stage][replicas.index(distinct[r])]],
-            cuts=cuts,
-            stage=stage,
-            schedule=schedule,
-            num_microbatches=num_microbatches,
-            num_replicas=num_replicas,
-            num_ranks=num_places,
-            recompute=recompute[stage],
-            shard=shard[stage],
-            orders=orders,
-        )
+        device = cluster.devices[devices[stage][replicas.index(distinct[r])]]
         stages.append(
             StagePrediction(
                 forward_s=distinct[r].stages[stage].forward_s,
@@ -269,7 +205,7 @@ def predict(
                     if held is None
                     else held[stage]
                 ),
-                memory=memory,
+                memory=stage_memory(graph, training, device, split, stage),
             )
         )
     counts = np.array([replicas.count(replica) for replica in distinct])

@@ -14,6 +14,7 @@ from partitioner.profiles import Layer, LayerCost, Parameter, Profile, Tensor
 from partitioner.schedule import placement
 from partitioner.simulator import predict
 from partitioner.specs import ScheduleName, Training
+from partitioner.split import Split
 
 
 @cache
@@ -90,16 +91,7 @@ def drawn_plan(
         tuple(num_ranks * r + place for r in range(num_replicas))
         for place in placement(schedule, num_stages, num_ranks)
     ]
-    prediction = predict(
-        graph,
-        cluster,
-        training,
-        mesh=mesh,
-        schedule=schedule,
-        num_microbatches=num_microbatches,
-        cuts=cuts,
-        devices=ranks,
-    )
+    prediction = predict(graph, cluster, training, Split(tuple(cuts), tuple(ranks), num_microbatches, schedule))
     stages = tuple(Stage(index=k, layers=layers, ranks=ranks[k]) for k, layers in enumerate(graph.stage_ids(cuts)))
     return given_plan(
         profile=profile,

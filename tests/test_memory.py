@@ -6,22 +6,17 @@ from chains import chain, cluster
 from partitioner.graph import CostGraph
 from partitioner.memory import BUCKET_BYTES, interval_memory, memory_limit, stage_memory
 from partitioner.profiles import Buffer
-from partitioner.specs import Device, Training
+from partitioner.specs import Device, Saving, Training
+from partitioner.split import Split
 
 DEVICE = Device(name="Toy", memory_bytes=10_000, overhead_bytes=100)
 
 
 def items_of(profile, *, cuts, stage, m=8, dp=1, schedule="1f1b", batch_size=8, **training):
-    return stage_memory(
-        CostGraph(profile),
-        Training(batch_size=batch_size * dp, **training),
-        DEVICE,
-        cuts=cuts,
-        stage=stage,
-        schedule=schedule,
-        num_microbatches=m,
-        num_replicas=dp,
-    )
+    training, p = Training(batch_size=batch_size * dp, **training), len(cuts) + 1
+    savings = (Saving(shard=training.one_shard),) * p
+    split = Split.placed(cluster(p * dp), cuts, {"pp": p, "dp": dp}, m, schedule, savings)
+    return stage_memory(CostGraph(profile), training, DEVICE, split, stage)
 
 
 def test_each_item_of_a_middle_stage_is_what_it_says():

@@ -42,15 +42,7 @@ def planned(schedule="zero-bubble", memory_bytes=2**30, seed=3, **more):
 
 
 def textbook_step_s(plan):
-    graph = CostGraph(plan.profile)
-    (replica,) = replica_costs(
-        graph,
-        plan.cluster,
-        plan.training,
-        num_microbatches=plan.num_microbatches,
-        cuts=[graph.position[stage.layers[0]] for stage in plan.stages[1:]],
-        devices=plan.stage_devices,
-    )
+    (replica,) = replica_costs(CostGraph(plan.profile), plan.cluster, plan.training, plan.split)
     table = schedule_table(plan.schedule, plan.num_stages, plan.num_microbatches, plan.mesh["pp"])
     return float(run_clock(table, replica).rank_end_s.max())
 

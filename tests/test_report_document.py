@@ -18,6 +18,7 @@ from partitioner.report.wording import percent, seconds
 from partitioner.simulator import predict, simulate
 from partitioner.solver import solve
 from partitioner.specs import Training, format_bytes
+from partitioner.split import Split
 from partitioner.timeline import Timeline
 
 
@@ -96,15 +97,8 @@ def test_layers_of_inference_are_as_high_as_their_forwards() -> None:
 
 def test_a_runner_up_says_what_it_loses_to() -> None:
     plan = drawn_plan(num_microbatches=16)
-    few = predict(
-        CostGraph(plan.profile),
-        plan.cluster,
-        plan.training,
-        mesh=plan.mesh,
-        schedule="gpipe",
-        num_microbatches=2,
-        cuts=[10, 20, 30],
-    )
+    split = Split.placed(plan.cluster, [10, 20, 30], plan.mesh, 2, "gpipe")
+    few = predict(CostGraph(plan.profile), plan.cluster, plan.training, split)
     other = Alternative(
         mesh=plan.mesh,
         schedule="gpipe",

@@ -18,7 +18,8 @@ from partitioner.residency import residency
 from partitioner.schedule import placement
 from partitioner.simulator import predict, replay, simulate
 from partitioner.solver import solve
-from partitioner.specs import SCHEDULES, Link, Training
+from partitioner.specs import SCHEDULES, Link, Saving, Training
+from partitioner.split import Split
 
 LINK = Link.of(0.01, 1e4)
 
@@ -30,17 +31,8 @@ def plan_of(profile, *, schedule, cuts, m, pp, dp=1, recompute=()):
     on = [stage in recompute for stage in range(len(cuts) + 1)]
     ranks = [tuple(at + pp * k for k in range(dp)) for at in placement(schedule, len(cuts) + 1, pp)]
     mesh = {"pp": pp, "dp": dp}
-    prediction = predict(
-        graph,
-        devices,
-        training,
-        mesh=mesh,
-        schedule=schedule,
-        num_microbatches=m,
-        cuts=cuts,
-        devices=ranks,
-        recompute=on,
-    )
+    split = Split(tuple(cuts), tuple(ranks), m, schedule, tuple(map(Saving, on)))
+    prediction = predict(graph, devices, training, split)
     stages = tuple(
         Stage(index=k, layers=ids, ranks=ranks[k], recompute=on[k]) for k, ids in enumerate(graph.stage_ids(cuts))
     )
@@ -125,20 +117,10 @@ def test_the_peak_is_what_memory_says_of_a_stage(schedule):
     rng = random.Random(22)
     for _ in range(10):
         plan = random_plan(rng, schedule)
-        graph = CostGraph(plan.profile)
-        cuts = [graph.position[stage.layers[0]] for stage in plan.stages[1:]]
         for one in residency(plan, simulate(plan)):
             stage = next(stage.index for stage in plan.stages if one.rank in stage.ranks)
-            said = stage_memory(
-                graph,
-                plan.training,
-                plan.cluster.devices[one.rank],
-                cuts=cuts,
-                stage=stage,
-                schedule=schedule,
-                num_microbatches=plan.num_microbatches,
-                num_replicas=plan.num_replicas,
-            )
+            device = plan.cluster.devices[one.rank]
+            said = stage_memory(CostGraph(plan.profile), plan.training, device, plan.split, stage)
             bucket = said.buckets if plan.num_stages > 1 else 0
             assert one.peak.total == pytest.approx(max(said.total - bucket, one.peak.total * bool(one.peak.buckets)))
 
@@ -173,10 +155,7 @@ def test_the_order_found_for_a_plan_stays_within_its_devices():
         assert all(one.peak.total > limit for one in residency(plan, textbook))
         found = best_order(tight)
         assert max(most_held(found.orders).values()) == most
-        devices = plan.stage_devices
-        replica, *_ = replica_costs(
-            CostGraph(profile), plan.cluster, training, num_microbatches=8, cuts=(2, 4, 6), devices=devices
-        )
+        replica, *_ = replica_costs(CostGraph(profile), plan.cluster, training, plan.split)
         step = replay(found.orders, replica.stages, replica.transfers)
         assert step.step_s == pytest.approx(found.step_s)
         assert all(one.peak.total <= limit for one in residency(tight, step))

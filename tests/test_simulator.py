@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import chains
 import pytest
@@ -9,14 +10,15 @@ from longest_path import AS_SENT, longest_path
 
 from partitioner.actions import Action, chain
 from partitioner.clock import Replica, StageCost, Transfer, run_clock
-from partitioner.costs import Baseline, place, replica_sync_s, single_device
+from partitioner.costs import Baseline, replica_sync_s, single_device
 from partitioner.errors import ArgumentError
 from partitioner.graph import CostGraph
 from partitioner.plan import Plan, Stage
 from partitioner.profiles import Layer, LayerCost, Parameter, Profile, Tensor
 from partitioner.schedule import build_schedule, forward_only, in_flight, schedule_table
 from partitioner.simulator import predict, replay, simulate
-from partitioner.specs import Cluster, Device, Link, Training
+from partitioner.specs import Cluster, Device, Link, Saving, Training
+from partitioner.split import Split, place
 
 FREE = Link(sizes_bytes=(0, 1), seconds=(0.0, 0.0))
 NAMES = ("gpipe", "1f1b")
@@ -250,17 +252,14 @@ def cluster_of(num_devices, *, link=FREE, nodes=None, inter=None, speeds=None, m
     return Cluster(devices=devices, nodes=tuple(nodes or [0] * num_devices), intra=link, inter=inter or link)
 
 
-def prediction_of(profile, cluster, *, batch_size, cuts, m, dp=1, schedule="1f1b", pp=None, **more):
-    return predict(
-        CostGraph.from_profile(profile),
-        cluster,
-        Training(batch_size=batch_size),
-        mesh={"pp": pp or len(cuts) + 1, "dp": dp},
-        schedule=schedule,
-        num_microbatches=m,
-        cuts=cuts,
-        **more,
-    )
+def prediction_of(
+    profile, cluster, *, batch_size, cuts, m, dp=1, schedule="1f1b", pp=None, devices=None, recompute=(), **more
+):
+    mesh = {"pp": pp or len(cuts) + 1, "dp": dp}
+    split = Split.placed(cluster, cuts, mesh, m, schedule, tuple(map(Saving, recompute)))
+    if devices is not None:
+        split = replace(split, devices=devices)
+    return predict(CostGraph.from_profile(profile), cluster, Training(batch_size=batch_size), split, **more)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -574,14 +573,6 @@ def test_a_profile_without_any_time_is_refused():
 def test_requests_that_contradict_themselves_are_refused():
     profile = profile_of([1.0] * 4)
     with pytest.raises(ArgumentError, match=r"make 2 stages, but the mesh has pp=4"):
-        predict(
-            CostGraph.from_profile(profile),
-            cluster_of(4),
-            Training(batch_size=4),
-            mesh={"pp": 4, "dp": 1},
-            schedule="1f1b",
-            num_microbatches=1,
-            cuts=(2,),
-        )
+        prediction_of(profile, cluster_of(4), batch_size=4, cuts=(2,), m=1, pp=4)
     with pytest.raises(ArgumentError, match="a batch of 4 cannot be cut into 2 replicas x 4"):
         prediction_of(profile, cluster_of(4), batch_size=4, cuts=(2,), m=4, dp=2)

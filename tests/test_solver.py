@@ -29,7 +29,8 @@ from partitioner.solver.problem import Problem
 from partitioner.solver.settings import Setting, divisors, mesh_levels
 from partitioner.solver.settings import settings as every_setting
 from partitioner.solver.starts import stage_starts
-from partitioner.specs import Link, Training, parse_bytes
+from partitioner.specs import Link, Saving, Training, parse_bytes
+from partitioner.split import Split
 
 FAST = Link.of(1e-5, 1e11)
 SLOW = Link.of(1e-6, 1e9)
@@ -219,12 +220,11 @@ def test_layers_with_the_same_word_share_a_stage_in_the_best_split_that_lets_the
         batch_size=4, mesh={"pp": p, "dp": 1}, microbatches=4, schedule="1f1b", pin={"1": "tied", "4": "tied"}
     )
     graph, there = CostGraph(profile), cluster(p, link=SLOW)
-    shape = {"mesh": {"pp": p, "dp": 1}, "schedule": "1f1b", "num_microbatches": 4}
     best = min(
         one.step_s + one.optimizer_s
         for cuts in itertools.combinations(range(1, n), p - 1)
         if not any(1 < cut <= 4 for cut in cuts)
-        for one in [predict(graph, there, training, cuts=cuts, **shape)]
+        for one in [predict(graph, there, training, Split.placed(there, cuts, {"pp": p, "dp": 1}, 4))]
     )
     plan = solve(profile, there, training)
     stage_of = plan.stage_of()
@@ -306,18 +306,7 @@ def test_no_other_order_of_few_devices_is_faster(there, seed):
         one.step_s + one.optimizer_s
         for order in itertools.permutations(range(pp * dp))
         for cuts in itertools.combinations(graph.allowed_cuts, pp - 1)
-        for one in [
-            predict(
-                graph,
-                there,
-                training,
-                mesh={"pp": pp, "dp": dp},
-                schedule="1f1b",
-                num_microbatches=2,
-                cuts=cuts,
-                devices=[order[place::pp] for place in range(pp)],
-            )
-        ]
+        for one in [predict(graph, there, training, Split(cuts, tuple(order[place::pp] for place in range(pp)), 2))]
     )
     plan = solve(graph.profile, there, training)
     assert total_s(plan) == pytest.approx(best, rel=1e-9)
@@ -484,17 +473,7 @@ def test_splits_replayed_together_take_what_the_simulator_predicts(seed):
             splits = list(itertools.combinations(range(1, n), p - 1))
             totals = Replayer(graph, there, setting).total_s(np.array(splits, dtype=int).reshape(len(splits), p - 1))
             for cuts, total in zip(splits, totals, strict=True):
-                one = predict(
-                    graph,
-                    there,
-                    training,
-                    mesh=setting.mesh,
-                    schedule=schedule,
-                    num_microbatches=m,
-                    cuts=cuts,
-                    devices=ranks,
-                    baseline=baseline,
-                )
+                one = predict(graph, there, training, setting.split(cuts), baseline=baseline)
                 assert total == pytest.approx(one.step_s + one.optimizer_s, rel=1e-9)
 
 
@@ -509,42 +488,18 @@ def brute_force(graph, there, training):
     for meshes in mesh_levels(graph, there, training):
         best = float("inf")
         for setting, _ in every_setting(Site(there, training), training, meshes):
-            shape = {"schedule": setting.schedule, "num_microbatches": setting.num_microbatches}
             levels = ["none", "zero1", "zero2"] if training.shard == "auto" else [training.shard]
             choices = list(itertools.product(recomputes, levels if setting.num_replicas > 1 else ["none"]))
             for cuts in itertools.combinations(graph.allowed_cuts, setting.num_stages - 1):
                 for chosen in itertools.product(choices, repeat=setting.num_stages):
+                    split = setting.split(cuts, [Saving(*one) for one in chosen])
                     held = (
-                        (
-                            stage_memory(
-                                graph,
-                                training,
-                                device,
-                                cuts=cuts,
-                                stage=stage,
-                                num_replicas=len(ranks),
-                                recompute=chosen[stage][0],
-                                shard=chosen[stage][1],
-                                **shape,
-                            ),
-                            device,
-                        )
+                        (stage_memory(graph, training, device, split, stage), device)
                         for stage, ranks in enumerate(setting.devices)
                         for device in {there.devices[rank] for rank in ranks}
                     )
                     if all(items.total <= memory_limit(device, training) for items, device in held):
-                        one = predict(
-                            graph,
-                            there,
-                            training,
-                            mesh=setting.mesh,
-                            cuts=cuts,
-                            devices=setting.devices,
-                            recompute=[again for again, _ in chosen],
-                            shard=[level for _, level in chosen],
-                            baseline=baseline,
-                            **shape,
-                        )
+                        one = predict(graph, there, training, split, baseline=baseline)
                         best = min(best, one.step_s + one.optimizer_s)
         if best < float("inf"):
             return best
@@ -655,16 +610,7 @@ def test_plans_lose_no_layer_keep_to_the_memory_and_are_no_worse_than_the_equal_
     assert solve(graph.profile, there, training) == plan
     cuts = [round(n * s / plan.num_stages) for s in range(1, plan.num_stages)]
     if set(cuts) <= set(graph.allowed_cuts):
-        equal = predict(
-            graph,
-            there,
-            training,
-            mesh=plan.mesh,
-            schedule=plan.schedule,
-            num_microbatches=plan.num_microbatches,
-            cuts=cuts,
-            devices=plan.stage_devices,
-        )
+        equal = predict(graph, there, training, replace(plan.split, cuts=tuple(cuts), savings=()))
         if all(stage.memory.total <= there.devices[0].memory_bytes for stage in equal.stages):
             assert total_s(plan) <= (equal.step_s + equal.optimizer_s) * (1 + 1e-9)
 

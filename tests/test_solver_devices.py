@@ -19,6 +19,7 @@ from partitioner.solver import arrangement, solve
 from partitioner.solver import settings as all_settings
 from partitioner.solver.settings import divisors
 from partitioner.specs import Cluster, Device, Link, Training
+from partitioner.split import Split
 
 SLOW = Link.of(1e-6, 1e9)
 SLOWER = Link.of(1e-5, 1e8)
@@ -41,24 +42,15 @@ def brute_force(graph, there, training):
             if list(devices[0]) != sorted(devices[0]):
                 continue  # the same replicas in another order
             for m, name in itertools.product(divisors(training.batch_size // dp), ("1f1b", "gpipe")[: pp + 1]):
-                shape = {"schedule": name, "num_microbatches": m}
                 for cuts in itertools.combinations(graph.allowed_cuts, pp - 1):
+                    split = Split(cuts, tuple(map(tuple, devices)), m, name)
                     held = (
-                        (stage_memory(graph, training, one, cuts=cuts, stage=k, num_replicas=dp, **shape), one)
+                        (stage_memory(graph, training, one, split, k), one)
                         for k, row in enumerate(devices)
                         for one in {there.devices[device] for device in row}
                     )
                     if all(items.total <= memory_limit(device, training) for items, device in held):
-                        one = predict(
-                            graph,
-                            there,
-                            training,
-                            mesh={"pp": pp, "dp": dp},
-                            cuts=cuts,
-                            devices=devices,
-                            baseline=baseline,
-                            **shape,
-                        )
+                        one = predict(graph, there, training, split, baseline=baseline)
                         best[pp * dp] = min(best.get(pp * dp, math.inf), one.step_s + one.optimizer_s)
     return best
 

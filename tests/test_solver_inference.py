@@ -21,6 +21,7 @@ from partitioner.simulator import forward_clock, simulate
 from partitioner.solver import solve
 from partitioner.solver.forward_memory import ForwardMemory
 from partitioner.specs import Cluster, Link, Training, format_bytes
+from partitioner.split import Split
 
 SLOW = Link.of(2e-5, 5e8)
 OBJECTIVES = ("throughput", "latency")
@@ -44,7 +45,8 @@ def every_plan_s(profile: Profile, devices: Cluster, training: Training) -> floa
                 if any(size > limit for size, limit in zip(sizes, limits, strict=True)):
                     continue
                 slowest = 0.0
-                for one in forward_costs(graph, devices, training, m, cuts=cuts, devices=placed):
+                split = Split(cuts, tuple(map(tuple, placed)), m, "gpipe")
+                for one in forward_costs(graph, devices, training, split):
                     if training.objective == "latency":
                         seconds = float(forward_clock(one, m).rank_end_s.max())
                     else:

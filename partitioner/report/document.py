@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from html import escape
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
@@ -29,7 +30,8 @@ from partitioner.report.svg import key
 from partitioner.report.wording import count, mesh, percent, seconds
 from partitioner.residency import residency
 from partitioner.simulator import predict, simulate
-from partitioner.specs import format_bytes
+from partitioner.specs import Saving, format_bytes
+from partitioner.split import Split
 from partitioner.timeline import Timeline
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
@@ -251,20 +253,15 @@ def why_slower(plan: Plan, other: Alternative) -> str:
 
 def _simulated(plan: Plan, other: Alternative, cuts: Sequence[int]) -> Iterator[Prediction]:
     """The alternative's step; where it does not say what it recomputes, without recomputation and with it."""
-    num_stages = len(other.stage_sizes)
+    num_stages, count = len(other.stage_sizes), other.num_microbatches
+    shard = other.shard or (plan.training.one_shard,) * num_stages
     for recompute in (other.recompute,) if other.recompute else ((False,) * num_stages, (True,) * num_stages):
-        yield predict(
-            CostGraph(plan.profile),
-            plan.cluster,
-            plan.training,
-            mesh=other.mesh,
-            schedule=other.schedule,
-            num_microbatches=other.num_microbatches,
-            cuts=cuts,
-            devices=other.devices or None,
-            recompute=recompute,
-            shard=other.shard or None,
+        split = Split.placed(
+            plan.cluster, cuts, other.mesh, count, other.schedule, tuple(map(Saving, recompute, shard))
         )
+        if other.devices:
+            split = replace(split, devices=other.devices)
+        yield predict(CostGraph(plan.profile), plan.cluster, plan.training, split)
 
 
 def _takes(prediction: Prediction, total_s: float) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -68,19 +69,8 @@ class Exploration:
         if len(cuts) != len(self.cuts):
             raise ArgumentError(f"{len(cuts)} cuts make {len(cuts) + 1} stages, the plan has {plan.num_stages}")
         self.graph.check_cuts(cuts)
-        prediction = predict(
-            self.graph,
-            plan.cluster,
-            plan.training,
-            mesh=plan.mesh,
-            schedule=schedule,
-            num_microbatches=num_microbatches,
-            cuts=cuts,
-            devices=plan.stage_devices,
-            recompute=[stage.recompute for stage in plan.stages],
-            shard=[stage.shard for stage in plan.stages],
-            baseline=self._baseline,
-        )
+        split = replace(plan.split, cuts=tuple(cuts), num_microbatches=num_microbatches, schedule=schedule, orders=None)
+        prediction = predict(self.graph, plan.cluster, plan.training, split, baseline=self._baseline)
         stages = tuple(
             stage.model_copy(update={"layers": layers})
             for stage, layers in zip(plan.stages, self.graph.stage_ids(cuts), strict=True)

@@ -199,10 +199,8 @@ def _replicas(timeline: Timeline) -> dict[int, int]:
 
 def _edges(plan: Plan) -> dict[tuple[int, str], list[tuple[int, str]]]:
     """(stage, kind of action) -> those of other stages that wait for what it makes, in the same micro-batch."""
-    graph = CostGraph(plan.profile)
-    cuts = [graph.position[stage.layers[0]] for stage in plan.stages[1:]]
     found: dict[tuple[int, str], list[tuple[int, str]]] = defaultdict(list)
-    for source, target, *_ in graph.transfers(cuts, plan.microbatch_samples):
+    for source, target, *_ in CostGraph(plan.profile).transfers(plan.split.cuts, plan.microbatch_samples):
         found[source, "F"].append((target, "F"))
         for kind in "BI":
             found[target, kind].append((source, "B"))

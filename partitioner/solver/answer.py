@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from partitioner.actions import Orders
-from partitioner.costs import single_device
 from partitioner.errors import InfeasibleError, expect
 from partitioner.graph import CostGraph
 from partitioner.own_order import faster_order
@@ -64,39 +64,14 @@ def _plan(profile: Profile, graph: CostGraph, cluster: Cluster, training: Traini
     setting = best.setting
     free = _unpinned(CostGraph(profile), cluster, training)
     fewer = _with_fewer_devices(graph, cluster, training, best)
-    recompute, shard = best.recompute, best.shard
-    baseline = single_device(graph, cluster, training)
-    orders = faster_order(
-        graph,
-        cluster,
-        training,
-        schedule=setting.schedule,
-        num_places=setting.num_places,
-        num_microbatches=setting.num_microbatches,
-        cuts=best.cuts,
-        devices=setting.devices_by_stage,
-        recompute=recompute,
-        shard=shard,
-    )
-    prediction = predict(
-        graph,
-        cluster,
-        training,
-        mesh=setting.mesh,
-        schedule=setting.schedule,
-        num_microbatches=setting.num_microbatches,
-        cuts=best.cuts,
-        devices=setting.devices_by_stage,
-        recompute=recompute,
-        shard=shard,
-        baseline=baseline,
-        orders=orders,
-    )
+    split = best.split
+    orders = faster_order(graph, cluster, training, split)
+    prediction = predict(graph, cluster, training, replace(split, orders=orders))
     rank_of = numbered(setting.devices, cluster)
     stages = tuple(
         Stage(index=k, layers=layers, ranks=tuple(rank_of[device] for device in devices), recompute=again, shard=level)
         for k, (layers, devices, again, level) in enumerate(
-            zip(graph.stage_ids(best.cuts), setting.devices_by_stage, recompute, shard, strict=True)
+            zip(graph.stage_ids(split.cuts), split.devices, split.recompute, split.shard, strict=True)
         )
     )
     return Plan(
@@ -112,7 +87,7 @@ def _plan(profile: Profile, graph: CostGraph, cluster: Cluster, training: Traini
         lower_bound_s=min(searched.lower_bound_s, prediction.step_s + prediction.optimizer_s),
         runners_up=_runners_up(searched, free, fewer),
         why=(*_order_found(best, prediction, orders), *reasons(best, prediction, searched, free, fewer)),
-        runnable=setting.schedule in EXECUTED and {*shard} <= {*EXECUTED_SHARDS},
+        runnable=setting.schedule in EXECUTED and {*split.shard} <= {*EXECUTED_SHARDS},
         orders=None if orders is None else tuple(" ".join(map(str, order)) for order in orders),
     )
 

@@ -44,7 +44,7 @@ class Leaner(NamedTuple):
     limits: Limits
 
 
-class Split(NamedTuple):
+class ChainSplit(NamedTuple):
     """Where to cut; seconds of one micro-batch through all stages and hops, and of the slowest stage."""
 
     cuts: tuple[int, ...]
@@ -95,10 +95,10 @@ class Chain:
         stages_s: Floats = seconds / np.array(self.speeds)
         return stages_s
 
-    def split(self, cuts: tuple[int, ...]) -> Split:
+    def split(self, cuts: tuple[int, ...]) -> ChainSplit:
         seconds = self.stage_s(cuts)
         hops_s = sum(float(self.hops_s[s + 1][k]) for s, k in enumerate(cuts))
-        return Split(cuts, float(seconds.sum()) + hops_s, float(seconds.max()))
+        return ChainSplit(cuts, float(seconds.sum()) + hops_s, float(seconds.max()))
 
     def fit(self, cuts: tuple[int, ...]) -> bool:
         """Whether every stage fits its memory, in some way."""
@@ -345,7 +345,7 @@ def _reach_of(chain: Chain, stage: int, starts: Ints, lines: Sequence[Line], lea
     return ends if limits is None else limits.far(stage, starts, ends)
 
 
-def cheapest_split(chain: Chain, bottleneck: float = math.inf, lines: Lines | None = None) -> Split | None:
+def cheapest_split(chain: Chain, bottleneck: float = math.inf, lines: Lines | None = None) -> ChainSplit | None:
     """The split with the least sum_s whose stages take at most `bottleneck` each and fit their memory; None: none does.
 
         best[s + 1][j] = hop(s + 1, j) + min over i of best[s][i] + seconds(s, i, j),
@@ -431,7 +431,7 @@ class _Window(NamedTuple):
         return int(self.low[end] + np.argmin(self.base[self.low[end] : self.high[end]]))
 
 
-def best_split(chain: Chain, weight: float, tolerance: float = 0.0) -> tuple[Split, ...]:
+def best_split(chain: Chain, weight: float, tolerance: float = 0.0) -> tuple[ChainSplit, ...]:
     """Splits on the way to the least  sum_s + weight * bottleneck_s,  the best one first; empty: none fits.
 
     sum_s never grows with the bottleneck allowed, so a range (low, high] of bottlenecks cannot beat
@@ -442,9 +442,9 @@ def best_split(chain: Chain, weight: float, tolerance: float = 0.0) -> tuple[Spl
     low = smallest_bottleneck(chain)
     if low == math.inf:
         return ()
-    found: dict[tuple[int, ...], Split] = {}
+    found: dict[tuple[int, ...], ChainSplit] = {}
 
-    def value(split: Split) -> float:
+    def value(split: ChainSplit) -> float:
         return split.sum_s + weight * split.bottleneck_s
 
     for more in (1.0, 1.001, 1.02, 1.5, math.inf):

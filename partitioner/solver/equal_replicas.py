@@ -25,6 +25,7 @@ from partitioner.solver.settings import divisors, pinned_positions
 from partitioner.solver.starts import Starts, stage_starts
 from partitioner.solver.windows import Runs
 from partitioner.specs import Cluster, Device, Training
+from partitioner.split import Split
 from partitioner.steady import forwards_s
 
 NEARLY = 1e-3
@@ -263,11 +264,11 @@ class Case:
             return max(forwards_s(one, m) for one in replicas)
         return m * max(_slowest(one) for one in replicas)
 
+    def split(self, cuts: Cuts) -> Split:
+        return Split(cuts, self.devices, self.shape.num_microbatches, "gpipe")
+
     def replicas(self, cuts: Cuts) -> list[Replica]:
-        one = self.among
-        return forward_costs(
-            one.graph, one.cluster, one.training, self.shape.num_microbatches, cuts=cuts, devices=self.devices
-        )
+        return forward_costs(self.among.graph, self.among.cluster, self.among.training, self.split(cuts))
 
     def memory(self, cuts: Cuts) -> list[MemoryItems]:
         items, graph = [], self.among.graph

@@ -19,10 +19,11 @@ from partitioner.solver.equal_replicas import Case, Forwards, Found, Shape
 from partitioner.solver.explain import about_costs
 from partitioner.solver.halving import CLOSE
 from partitioner.solver.inference_shortage import inference_shortage
-from partitioner.solver.layout import AnyLayout, Devices
+from partitioner.solver.layout import AnyLayout
 from partitioner.solver.settings import check_request, divisors, numbered
 from partitioner.solver.unequal_replicas import Turns, unequal_replicas
 from partitioner.specs import Cluster, Training
+from partitioner.split import Split
 from partitioner.steady import forwards_s
 from partitioner.turns import most_turns
 
@@ -77,8 +78,8 @@ def solve_inference(graph: CostGraph, cluster: Cluster, training: Training) -> P
     turns, bound_s = unequal_replicas(among, best_s)
     lower = min(lower, bound_s, best_s)
     others = sorted([*others, *_rivals(among, promising, {one.kind for one in (best, *others)})], key=Found.rank)
-    splits = [_of_mesh(one) for one in (best, *others)]
-    return _plan(graph, cluster, training, splits if turns is None else [_of_turns(turns), *splits], lower, unfit)
+    found = [*([] if turns is None else [_of_turns(turns)]), *map(_of_mesh, (best, *others))]
+    return _plan(graph, cluster, training, found, lower, unfit)
 
 
 def _rivals(among: Forwards, cases: Iterator[tuple[float, Case]], seen: set[tuple[int, int]]) -> Iterator[Found]:
@@ -110,16 +111,13 @@ def _by_promise(among: Forwards) -> Iterator[tuple[float, Case]]:
                 heapq.heappush(waiting, (max(bound_s, one.bound_s), shape, k, one))
 
 
-class _Split(NamedTuple):
-    """Where layers and devices go, and all that is told of it."""
+class _Chosen(NamedTuple):
+    """A split, and all that is told of it."""
 
-    cuts: tuple[int, ...]
-    devices: Devices
-    """By stage."""
+    split: Split
     mesh: dict[str, int]
-    num_microbatches: int
-    """A replica."""
     samples: int
+    """Of one micro-batch."""
     seconds: float
     replicas: list[Replica]
     memory: list[MemoryItems]
@@ -128,25 +126,23 @@ class _Split(NamedTuple):
 
     @property
     def num_ranks(self) -> int:
-        return sum(map(len, self.devices))
+        return sum(map(len, self.split.devices))
 
     @property
     def takes_turns(self) -> bool:
-        return any(len(row) != self.mesh["dp"] for row in self.devices)
+        return any(len(row) != self.mesh["dp"] for row in self.split.devices)
 
     @property
     def kind(self) -> tuple[int, ...]:
         """Ranks by stage: what makes a different plan."""
-        return tuple(map(len, self.devices))
+        return tuple(map(len, self.split.devices))
 
 
-def _of_mesh(found: Found) -> _Split:
+def _of_mesh(found: Found) -> _Chosen:
     case, shape = found.case, found.case.shape
-    return _Split(
-        cuts=found.cuts,
-        devices=case.devices,
+    return _Chosen(
+        split=case.split(found.cuts),
         mesh={"pp": shape.num_stages, "dp": shape.num_replicas},
-        num_microbatches=shape.num_microbatches,
         samples=shape.samples,
         seconds=found.seconds,
         replicas=case.replicas(found.cuts),
@@ -155,13 +151,11 @@ def _of_mesh(found: Found) -> _Split:
     )
 
 
-def _of_turns(found: Turns) -> _Split:
+def _of_turns(found: Turns) -> _Chosen:
     m = found.search.num_microbatches
-    return _Split(
-        cuts=found.cuts,
-        devices=found.devices,
+    return _Chosen(
+        split=found.split,
         mesh={"pp": len(found.devices), "dp": 1},
-        num_microbatches=m,
         samples=found.search.samples,
         seconds=found.seconds,
         replicas=[found.costs],
@@ -171,13 +165,13 @@ def _of_turns(found: Turns) -> _Split:
 
 
 def _plan(
-    graph: CostGraph, cluster: Cluster, training: Training, splits: list[_Split], bound_s: float, unfit: list[Case]
+    graph: CostGraph, cluster: Cluster, training: Training, found: list[_Chosen], bound_s: float, unfit: list[Case]
 ) -> Plan:
-    best = splits[0]
+    best = found[0]
     prediction = _predict(graph, cluster, training, best)
-    rank_of = numbered(best.devices, cluster)
-    others: dict[tuple[int, ...], _Split] = {}
-    for one in splits[1:]:
+    rank_of = numbered(best.split.devices, cluster)
+    others: dict[tuple[int, ...], _Chosen] = {}
+    for one in found[1:]:
         if one.kind != best.kind:
             others.setdefault(one.kind, one)
     return Plan(
@@ -186,10 +180,10 @@ def _plan(
         training=training,
         mesh=best.mesh,
         schedule="gpipe",
-        num_microbatches=best.num_microbatches,
+        num_microbatches=best.split.num_microbatches,
         stages=tuple(
-            Stage(index=k, layers=layers, ranks=tuple(rank_of[device] for device in best.devices[k]))
-            for k, layers in enumerate(graph.stage_ids(best.cuts))
+            Stage(index=k, layers=layers, ranks=tuple(rank_of[device] for device in best.split.devices[k]))
+            for k, layers in enumerate(graph.stage_ids(best.split.cuts))
         ),
         devices=tuple(rank_of),
         prediction=prediction,
@@ -198,11 +192,11 @@ def _plan(
             Alternative(
                 mesh=one.mesh,
                 schedule="gpipe",
-                num_microbatches=one.num_microbatches,
-                stage_sizes=tuple(last - first for first, last in graph.bounds(one.cuts)),
+                num_microbatches=one.split.num_microbatches,
+                stage_sizes=tuple(last - first for first, last in graph.bounds(one.split.cuts)),
                 step_s=one.seconds,
-                devices=one.devices,
-                recompute=(False,) * len(one.devices),
+                devices=one.split.devices,
+                recompute=(False,) * len(one.split.devices),
             )
             for one in list(others.values())[:MOST_RUNNERS_UP]
         ),
@@ -210,16 +204,16 @@ def _plan(
     )
 
 
-def _predict(graph: CostGraph, cluster: Cluster, training: Training, split: _Split) -> Prediction:
+def _predict(graph: CostGraph, cluster: Cluster, training: Training, chosen: _Chosen) -> Prediction:
     """All figures; lost efficiency as in training, without what only training has."""
-    m, step_s, num_ranks = split.num_microbatches, split.seconds, split.num_ranks
-    forward_s = np.array([[stage.forward_s for stage in one.stages] for one in split.replicas])
-    work = forward_s * split.turns
+    m, step_s, num_ranks = chosen.split.num_microbatches, chosen.seconds, chosen.num_ranks
+    forward_s = np.array([[stage.forward_s for stage in one.stages] for one in chosen.replicas])
+    work = forward_s * chosen.turns
     if step_s <= 0:
         raise ArgumentError("every layer of this profile takes 0 s: measure it, or give costs, before planning with it")
     alone_s, fits = _baseline(graph, cluster, training)
     slowest = work.argmax(axis=0)
-    moved = graph.transfers(split.cuts, split.samples)
+    moved = graph.transfers(chosen.split.cuts, chosen.samples)
     stages = tuple(
         StagePrediction(
             forward_s=float(forward_s[r, s]),
@@ -229,19 +223,19 @@ def _predict(graph: CostGraph, cluster: Cluster, training: Training, split: _Spl
             idle_s=max(0.0, step_s - float(work[r, s])),
             send_bytes=math.ceil(sum(one.forward_bytes for one in moved if one.source == s)),
             in_flight=1,
-            memory=split.memory[s],
+            memory=chosen.memory[s],
         )
         for s, r in enumerate(slowest.tolist())
     )
-    each = len(split.replicas) * m / num_ranks  # micro-batches of a batch x stages / ranks, of one stage
-    speed = min(cluster.devices[device].relative_speed for row in split.devices for device in row)
-    slicing_s = each * len(split.devices) * graph.slicing_s(len(split.devices)) / speed
+    each = len(chosen.replicas) * m / num_ranks  # micro-batches of a batch x stages / ranks, of one stage
+    speed = min(cluster.devices[device].relative_speed for row in chosen.split.devices for device in row)
+    slicing_s = each * len(chosen.split.devices) * graph.slicing_s(len(chosen.split.devices)) / speed
     largest_s = float(work.max())
     without_transfers_s = largest_s
     if training.objective == "latency":
-        free = {Replica(one.stages, tuple(replace(t, forward_s=0.0) for t in one.transfers)) for one in split.replicas}
+        free = {Replica(one.stages, tuple(replace(t, forward_s=0.0) for t in one.transfers)) for one in chosen.replicas}
         without_transfers_s = max(forwards_s(one, m) for one in free)
-    even_s = each * float(graph.at(split.samples).forward_s.sum())
+    even_s = each * float(graph.at(chosen.samples).forward_s.sum())
     lost_s = {
         "communication": step_s - without_transfers_s,
         "fill_drain": without_transfers_s - largest_s,
@@ -282,32 +276,32 @@ def _reasons(
     graph: CostGraph,
     cluster: Cluster,
     training: Training,
-    split: _Split,
+    chosen: _Chosen,
     prediction: Prediction,
     unfit: list[Case],
 ) -> tuple[str, ...]:
     said = []
     if training.objective == "throughput":
         said.append("step_s is the time between batches that follow each other, not that of one batch")
-    if split.takes_turns:
-        where = " of the stages" if split.kind[1:] else ""
+    if chosen.takes_turns:
+        where = " of the stages" if chosen.kind[1:] else ""
         said.append(
-            f"the {' + '.join(map(str, split.kind))} ranks{where} take turns at the micro-batches of one pipeline: all "
-            "ranks pass the same batch"
+            f"the {' + '.join(map(str, chosen.kind))} ranks{where} take turns at the micro-batches of one pipeline: "
+            "all ranks pass the same batch"
         )
-        if split.kind[-1] > 1:
+        if chosen.kind[-1] > 1:
             said.append(
-                f"the {split.kind[-1]} ranks of the last stage pass each other their outputs after a batch, which is "
+                f"the {chosen.kind[-1]} ranks of the last stage pass each other their outputs after a batch, which is "
                 "not counted"
             )
-    if len(split.devices) > 1:
+    if len(chosen.split.devices) > 1:
         slowest = int(np.argmax([stage.compute_s for stage in prediction.stages]))
-        first, last = graph.bounds(split.cuts)[slowest]
+        first, last = graph.bounds(chosen.split.cuts)[slowest]
         said.append(f"stage {slowest} ({graph.ids[first]} to {graph.ids[last - 1]}) is the slowest")
         if unfit:
             said.append("the whole model does not fit the memory of one device, so it is cut into stages")
     if training.objective == "throughput" and training.mesh == "auto" and len(set(cluster.devices)) > 1:
         said.append("the devices are not alike, so stages were searched with equal numbers of ranks alone")
-    if split.num_ranks < cluster.num_devices:
-        said.append(f"{split.num_ranks} of {cluster.num_devices} devices are used: more would not make it faster")
+    if chosen.num_ranks < cluster.num_devices:
+        said.append(f"{chosen.num_ranks} of {cluster.num_devices} devices are used: more would not make it faster")
     return (*said, *about_costs(graph.profile))

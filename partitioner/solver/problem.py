@@ -21,6 +21,7 @@ from partitioner.solver.limits import DeviceMemory, Flags
 from partitioner.solver.settings import Setting, savings
 from partitioner.solver.starts import Starts
 from partitioner.specs import EXCHANGES, Cluster, Saving, Shard, Training
+from partitioner.split import Split
 
 Ints = NDArray[np.int64]
 
@@ -425,6 +426,10 @@ class Found(NamedTuple):
     def savings(self) -> tuple[Saving, ...]:
         """By stage."""
         return tuple(self.problem.savings[way] for way in self.ways)
+
+    @property
+    def split(self) -> Split:
+        return self.setting.split(self.cuts, self.savings)
 
     @property
     def recompute(self) -> tuple[bool, ...]:

@@ -13,6 +13,7 @@ from partitioner.schedule import placement
 from partitioner.solver.arrangement import arranged
 from partitioner.solver.layout import AnyLayout, Devices, Layout, Site
 from partitioner.specs import EXECUTED_SHARDS, Cluster, Saving, ScheduleName, Shard, Training
+from partitioner.split import Split
 
 MOST_ACTIONS = 2**18
 """A step that we choose has at most so many; settings with more are only held against their lower bound."""
@@ -53,6 +54,10 @@ class Setting:
     @property
     def mesh(self) -> dict[str, int]:
         return {"pp": self.num_places, "dp": self.num_replicas}
+
+    def split(self, cuts: Sequence[int], savings: Sequence[Saving] = ()) -> Split:
+        """With these cuts and what each stage saves."""
+        return Split(tuple(cuts), self.devices_by_stage, self.num_microbatches, self.schedule, tuple(savings))
 
     @property
     def in_words(self) -> str:

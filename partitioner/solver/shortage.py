@@ -11,7 +11,7 @@ import numpy as np
 from partitioner.graph import CostGraph
 from partitioner.memory import memory_limit, stage_memory
 from partitioner.plan import MemoryItems
-from partitioner.solver.chain import Chain, Split, cheapest_split, has_room, smallest_bottleneck
+from partitioner.solver.chain import Chain, ChainSplit, cheapest_split, has_room, smallest_bottleneck
 from partitioner.solver.layout import Site
 from partitioner.solver.problem import Problem
 from partitioner.solver.settings import mesh_levels, pinned_positions, settings
@@ -36,25 +36,14 @@ def shortage(graph: CostGraph, cluster: Cluster, training: Training) -> str:
     if all(problem.setting.stages_per_rank > 1 for problem in problems):
         return _short_on_ranks(graph, cluster, training, problems)
     problem = min(problems, key=_least_extra)
-    lacking, split = _closest(problem)
-    setting, bounds = problem.setting, graph.bounds(split.cuts)
-    needed, ways = (one[0] for one in problem.least_bytes(np.array([split.cuts], dtype=np.int64).reshape(1, -1)))
+    lacking, found = _closest(problem)
+    setting, cuts, bounds = problem.setting, found.cuts, graph.bounds(found.cuts)
+    needed, ways = (one[0] for one in problem.least_bytes(np.array([cuts], dtype=np.int64).reshape(1, -1)))
     stage = int(np.argmax(needed - problem.memory.room))
     device = _tightest(cluster, training, setting.devices_by_stage[stage])
     saving = problem.savings[int(ways[stage])]
-    items = stage_memory(
-        graph,
-        training,
-        device,
-        cuts=split.cuts,
-        stage=stage,
-        schedule=setting.schedule,
-        num_microbatches=setting.num_microbatches,
-        num_replicas=setting.num_replicas,
-        num_ranks=setting.num_places,
-        recompute=saving.recompute,
-        shard=saving.shard,
-    )
+    split = setting.split(cuts, (saving,) * setting.num_stages)
+    items = stage_memory(graph, training, device, split, stage)
     limit, held = memory_limit(device, training), int(problem.memory.held[stage])
     ways = _way_out(graph, cluster, training, limit, lacking * (1 + device.slack))
     return told(graph, cluster, training, device, (stage, *bounds[stage]), items, held, setting.in_words, ways)
@@ -186,10 +175,10 @@ def _least_extra(problem: Problem) -> float:
     return low
 
 
-def _closest(problem: Problem) -> tuple[float, Split]:
+def _closest(problem: Problem) -> tuple[float, ChainSplit]:
     """(bytes that it lacks at most, split) of the split that lacks the least, to `PRECISION`."""
 
-    def lacking(split: Split) -> float:
+    def lacking(split: ChainSplit) -> float:
         needed, _ = problem.least_bytes(np.array([split.cuts], dtype=np.int64).reshape(1, -1))
         return float(np.max(needed - problem.memory.room))
 

@@ -35,6 +35,7 @@ from partitioner.solver.halving import CLOSE, halved
 from partitioner.solver.layout import Devices, Site
 from partitioner.solver.settings import divisors
 from partitioner.specs import Cluster, Device, Link, Training
+from partitioner.split import Split
 from partitioner.turns import most_turns, period_s
 
 FEW_LAYERS = 500
@@ -54,11 +55,12 @@ class Turns(NamedTuple):
     seconds: float
 
     @property
+    def split(self) -> Split:
+        return Split(self.cuts, self.devices, self.search.num_microbatches, "gpipe")
+
+    @property
     def costs(self) -> Replica:
-        one = self.search
-        return turn_costs(
-            one.graph, one.cluster, one.training, one.num_microbatches, cuts=self.cuts, devices=self.devices
-        )
+        return turn_costs(self.search.graph, self.search.cluster, self.search.training, self.split)
 
     @property
     def num_ranks(self) -> tuple[int, ...]:
