@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -15,7 +15,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from partitioner.display import Shown
 from partitioner.errors import ArgumentError
+from partitioner.flows import FarFlows, Flows
 from partitioner.intervals import Floats, IntervalMax, IntervalSum, Ints, Use, sums_before
+from partitioner.layer_arrays import Holding, LayerArrays, interpolated, table
 from partitioner.profiles import LayerCost, LayerMemory, Parameter, Profile, Tensor
 from partitioner.specs import Recompute, Shard
 
@@ -31,71 +33,6 @@ class StageTransfer(NamedTuple):
     forward_bytes: float
     backward_bytes: float
     """Gradients coming back: only of tensors that need one."""
-
-
-@dataclass(frozen=True)
-class Holding:
-    """What the layers keep of a micro-batch until its backward, and what they need beside it while they run."""
-
-    kept_before: Floats
-    """[num_layers + 1] bytes kept of the layers before each position."""
-    reach: IntervalMax
-    """Of each layer: bytes kept of the layers before it, plus the most that it needs itself, kept bytes included."""
-
-    def working(self, first: ArrayLike, last: ArrayLike) -> Any:
-        """The most that the layers [first, last) need at one moment of one micro-batch, beyond what they all keep."""
-        return np.maximum(self.reach(first, last) - self.kept_before[np.asarray(last)], 0.0)
-
-
-@dataclass(frozen=True)
-class LayerArrays:
-    """The graph at one micro-batch size: an array a figure, by layer position."""
-
-    samples: float
-    forward_s: Floats
-    backward_s: Floats
-    saved_bytes: Floats
-    backward_input_s: Floats | None
-    """The two parts of a backward, where the profile has them of every layer."""
-    backward_weight_s: Floats | None
-    before_s: Floats
-    """[num_layers + 1] seconds of the layers before each position, forward and backward."""
-    forward_before_s: Floats
-    saved_before: Floats
-    """Likewise the bytes that they save."""
-    crossing_bytes: Floats
-    """By cut, 0 to num_layers: bytes alive there that later layers use. Nothing crosses the first and the last."""
-    crossing_gradient_bytes: Floats
-    """The part of it whose gradient goes back."""
-    next_bytes: Floats
-    """By cut: what the layer before it makes and the layer after it alone uses."""
-    next_gradient_bytes: Floats
-    received: IntervalSum
-    """Bytes that the layers [first, last) take from layers before them."""
-    received_gradient: IntervalSum
-    """The part of it whose gradient goes back."""
-    _sent: IntervalSum
-    _sent_gradient: IntervalSum
-
-    @cached_property
-    def lists(self) -> tuple[list[float], list[float]]:
-        """`before_s` and `forward_before_s` for one look at a time."""
-        return self.before_s.tolist(), self.forward_before_s.tolist()
-
-    @cached_property
-    def most_saved(self) -> IntervalMax:
-        """Of the layers [first, last), the most that one of them saves."""
-        return IntervalMax(self.saved_bytes)
-
-    def sent(self, first: ArrayLike, last: ArrayLike) -> Any:
-        """Bytes of tensors that the layers [first, last) make and later ones use, each once."""
-        end = len(self.forward_s)
-        return self._sent(end - np.asarray(last), end - np.asarray(first))
-
-    def sent_gradient(self, first: ArrayLike, last: ArrayLike) -> Any:
-        """The part of it that gets a gradient back."""
-        end = len(self.forward_s)
-        return self._sent_gradient(end - np.asarray(last), end - np.asarray(first))
 
 
 class CostGraph(Shown):
@@ -215,7 +152,7 @@ class CostGraph(Shown):
         tensor, consumer = np.array(uses, np.int64).reshape(-1, 2).T
         return FarFlows(
             sizes=self.profile.microbatch_sizes,
-            bytes_at=_table([item[0].bytes_at for item in far], len(self.profile.microbatch_sizes)),
+            bytes_at=table([item[0].bytes_at for item in far], len(self.profile.microbatch_sizes)),
             producer=np.array([producer for _, producer, _ in far], np.int64),
             gradient=np.array([tensor.needs_gradient for tensor, _, _ in far], np.bool_),
             tensor=tensor,
@@ -287,7 +224,7 @@ class CostGraph(Shown):
         num_stages = len(cuts) + 1
         sent = np.unique(np.column_stack((tensor, source, target))[source < target], axis=0)  # once to each stage
         pairs, pair = np.unique(sent[:, 1] * num_stages + sent[:, 2], return_inverse=True)
-        num_bytes = _interpolated(self.profile.microbatch_sizes, flows.bytes_at, samples)
+        num_bytes = interpolated(self.profile.microbatch_sizes, flows.bytes_at, samples)
         forward = np.bincount(pair, num_bytes[sent[:, 0]], len(pairs))
         backward = np.bincount(pair, (num_bytes * flows.gradient)[sent[:, 0]], len(pairs))
         return tuple(
@@ -337,7 +274,7 @@ class CostGraph(Shown):
         return self._edge_lists[key]
 
     def _hold(self, samples: float, tp: int, whole: int, recompute: Recompute, products: float) -> Holding:
-        tables = {name: _interpolated(self.profile.microbatch_sizes, t, samples) for name, t in self._memory.items()}
+        tables = {name: interpolated(self.profile.microbatch_sizes, t, samples) for name, t in self._memory.items()}
 
         def of(name: str) -> Floats:
             divided = np.minimum(tables[f"{name}_divided_bytes"], tables[f"{name}_bytes"])
@@ -485,7 +422,7 @@ class CostGraph(Shown):
         return {name: np.array(table, float).T for name, table in tables.items()}
 
     @cached_property
-    def _flows(self) -> _Flows:
+    def _flows(self) -> Flows:
         """The same for every micro-batch size: which tensors go where, as arrays."""
         n, crossing = self.num_layers, self._crossing_tensors
         received = [
@@ -493,8 +430,8 @@ class CostGraph(Shown):
             for k, (_, producer, consumers) in enumerate(crossing)
             for previous, at in pairwise([producer, *(place for place in consumers if place > producer)])
         ]
-        return _Flows(
-            bytes_at=_table([tensor.bytes_at for tensor, _, _ in crossing], len(self.profile.microbatch_sizes)),
+        return Flows(
+            bytes_at=table([tensor.bytes_at for tensor, _, _ in crossing], len(self.profile.microbatch_sizes)),
             producer=np.array([producer for _, producer, _ in crossing], np.int64),
             last=np.array([consumers[-1] for _, _, consumers in crossing], np.int64),
             near=np.array([consumers[-1] == producer + 1 for _, producer, consumers in crossing], np.bool_),
@@ -521,10 +458,10 @@ class CostGraph(Shown):
 
     def _arrays(self, samples: float) -> LayerArrays:
         sizes, n = self.profile.microbatch_sizes, self.num_layers
-        values = {name: _interpolated(sizes, table, samples) for name, table in self._measured.items()}
-        parts = {name: _interpolated(sizes, table, samples) for name, table in self._measured_parts.items()}
+        values = {name: interpolated(sizes, table, samples) for name, table in self._measured.items()}
+        parts = {name: interpolated(sizes, table, samples) for name, table in self._measured_parts.items()}
         flows = self._flows
-        num_bytes = _interpolated(sizes, flows.bytes_at, samples)
+        num_bytes = interpolated(sizes, flows.bytes_at, samples)
         gradient_bytes = num_bytes * flows.gradient
         crossing, following = (
             [each(amount) for amount in (num_bytes, gradient_bytes)] for each in (flows.crossing, flows.following)
@@ -580,80 +517,3 @@ class CostGraph(Shown):
     def _uses(self, layers: Iterable[str], amount: float) -> list[Use]:
         places = sorted({self.position[name] for name in layers}) or [0]
         return [Use(at, before, amount) for before, at in zip([-1, *places], places, strict=False)]
-
-
-@dataclass(frozen=True)
-class FarFlows:
-    """Tensors by number k, and their uses by later layers."""
-
-    sizes: tuple[int, ...]
-    bytes_at: Floats
-    """[sizes, k]"""
-    producer: Ints
-    """[k] position."""
-    gradient: NDArray[np.bool_]
-    """[k] whether one comes back."""
-    tensor: Ints
-    """[uses] k."""
-    consumer: Ints
-    """[uses] position."""
-
-    def bytes(self, samples: float) -> Floats:
-        """[k] of a micro-batch of `samples`."""
-        return _interpolated(self.sizes, self.bytes_at, samples)
-
-
-@dataclass(frozen=True)
-class _Flows:
-    """Tensors that later layers use, by number k; amounts are given by k."""
-
-    bytes_at: Floats
-    """[sizes, k]"""
-    producer: Ints
-    last: Ints
-    """Position of the last layer that uses it."""
-    near: NDArray[np.bool_]
-    """Whether that is the one after the producer."""
-    gradient: NDArray[np.bool_]
-    received: Ints
-    """[uses, 3] of (k, at, previous): `Use`s of layers that take it in."""
-    num_layers: int
-
-    def crossing(self, amount: Floats) -> Floats:
-        """[n + 1] by cut, what is alive there."""
-        size = self.num_layers + 2
-        change = np.bincount(self.producer + 1, amount, size) - np.bincount(self.last + 1, amount, size)
-        alive: Floats = np.cumsum(change)[: self.num_layers + 1]
-        return alive
-
-    def following(self, amount: Floats) -> Floats:
-        """[n + 1] by cut, what only the layer after it uses of what the layer before it makes."""
-        return np.bincount(self.producer[self.near] + 1, amount[self.near], self.num_layers + 1).astype(float)
-
-    def received_uses(self, amount: Floats) -> Floats:
-        k, at, previous = self.received.T
-        return np.column_stack((at, previous, amount[k]))
-
-    def sent_uses(self, amount: Floats) -> Floats:
-        """Positions counted from the end: a tensor counts for the layers that end after it is made."""
-        end = self.num_layers - 1
-        return np.column_stack((end - self.producer, end - self.last, amount))
-
-
-def _table(rows: Sequence[Sequence[float]], width: int) -> Floats:
-    """[width, rows]"""
-    return np.array(rows, float).reshape(len(rows), width).T
-
-
-def _interpolated(sizes: Sequence[int], table: Floats, samples: float) -> Floats:
-    """`table` [sizes, layers] at `samples`: the rule of `Layer.cost`, for all layers at once."""
-    rows: list[Floats] = list(table)
-    if samples in sizes:
-        return rows[sizes.index(int(samples))]
-    if len(sizes) == 1:
-        return rows[0] * (samples / sizes[0])
-    k = min(max(1, int(np.searchsorted(sizes, samples))), len(sizes) - 1)
-    (x0, x1), (y0, y1) = sizes[k - 1 : k + 1], rows[k - 1 : k + 1]
-    line = y0 + (y1 - y0) * ((samples - x0) / (x1 - x0))
-    floor: Floats = np.maximum(0.5 * y0 * min(1.0, samples / x0), 0.0)
-    return np.maximum(line, floor)

@@ -14,7 +14,7 @@ from models import CASES, Case, build
 from side_by_side import quiet
 from torch import nn
 
-from partitioner import profiler
+from partitioner import timing
 from partitioner.errors import ArgumentError, UnsupportedModelError
 from partitioner.losses import Loss
 from partitioner.microbatches import Cutter
@@ -62,7 +62,7 @@ def saved_by_a_plain_step(case: Case, samples: int) -> int:
 def test_saved_bytes_of_the_layers_add_up_to_what_the_whole_model_saves(
     name: str, max_share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(profiler, "MAX_REPEATS", 2)  # bytes are counted once, seconds are of no interest
+    monkeypatch.setattr(timing, "MAX_REPEATS", 2)  # bytes are counted once, seconds are of no interest
     case = quiet(lambda: build(name))
     found = profiled(case, microbatch_sizes=[1, 4], max_share=max_share)
     for k, samples in enumerate((1, 4)):
@@ -122,13 +122,13 @@ def test_costs_grow_with_the_samples_where_that_is_exact() -> None:
 
 def test_equal_layers_are_measured_once_however_many_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[str] = []
-    time_once = profiler._time_once
+    time_once = timing._time_once
 
     def counted(part: Slice, probe: Any, clock: Any) -> None:
         runs.append(probe.layers[0].id)
         time_once(part, probe, clock)
 
-    monkeypatch.setattr(profiler, "_time_once", counted)
+    monkeypatch.setattr(timing, "_time_once", counted)
     counts = []
     for num_layers in (24, 48):
         runs.clear()

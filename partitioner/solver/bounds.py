@@ -10,11 +10,12 @@ from typing import NamedTuple
 import numpy as np
 
 from partitioner.solver.chain import TOLERANCE, Chain, Leaner, Lines, smallest_bottleneck
-from partitioner.solver.evaluate import Replayer, link_times, sync_share
+from partitioner.solver.evaluate import Replayer
 from partitioner.solver.layout import AnyLayout
 from partitioner.solver.limits import Floats, Limits
 from partitioner.solver.settings import Setting
 from partitioner.solver.starts import Starts
+from partitioner.solver.wires import link_times, sync_share
 from partitioner.specs import EXCHANGES, Link, Shard
 
 PRECISION = 1e-6

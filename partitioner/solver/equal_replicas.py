@@ -17,13 +17,13 @@ from partitioner.graph import CostGraph
 from partitioner.memory import inference_memory, memory_limit, on_device, overhead_bytes, room_bytes
 from partitioner.plan import MemoryItems
 from partitioner.solver.arrangement import Arranged, arranged
-from partitioner.solver.evaluate import link_times
 from partitioner.solver.forward_memory import Flags, Floats, ForwardMemory, Ints
 from partitioner.solver.halving import CLOSE, PRECISION, halved
 from partitioner.solver.layout import AnyLayout, Devices, Layout, Site
 from partitioner.solver.settings import divisors, pinned_positions
 from partitioner.solver.starts import Starts, stage_starts
 from partitioner.solver.windows import Runs
+from partitioner.solver.wires import link_times
 from partitioner.specs import Cluster, Device, Training
 from partitioner.split import Split
 from partitioner.steady import forwards_s

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +13,10 @@ from partitioner.clock import Replica, StageCost, Transfer
 from partitioner.costs import optimizer_part, replica_sync_s
 from partitioner.graph import CostGraph
 from partitioner.solver.layout import Layout, Site
+from partitioner.solver.played import Messages, Wires, gpipe_ends, one_f_one_b_ends
 from partitioner.solver.settings import Setting
-from partitioner.specs import EXCHANGES, Cluster, Link, Saving, Shard, Training
+from partitioner.solver.wires import all_reduce_times, link_times, sync_share
+from partitioner.specs import EXCHANGES, Cluster, Saving, Shard, Training
 from partitioner.steady import step_times
 
 Floats = NDArray[np.float64]
@@ -23,36 +25,12 @@ Flags = NDArray[np.bool_]
 
 MOST_CELLS = 4_000_000
 """Rows x stages x micro-batches that are replayed in one go: some 100 MB."""
-SAME = 1e-12
-"""Relative; rounds of a schedule whose lengths differ by less are alike."""
-
-
-class Messages(NamedTuple):
-    """What goes from one stage to a later one and comes back, by row."""
-
-    source: int
-    target: int
-    sent: Flags
-    there: Floats
-    """Bytes of a micro-batch."""
-    back: Floats
 
 
 class Replayer:
     """Step + optimizer seconds of splits under one setting, many in one pass; the same figures as `predict`'s.
 
     Splits are rows of cuts, [rows, p - 1].
-
-    gpipe needs no clock. Stages and wires are machines that all micro-batches pass in the same order, each takes the
-    same time for every one of them, and nothing waits for room: the last micro-batch is done at
-
-        max over ways to the stage of   sum of seconds on the way + (m - 1) largest seconds on the way
-
-    (a permutation flow shop of equal jobs: Pinedo, "Scheduling", 6.1), forward and then backward. 1f1b is walked in
-    time slots: in its grid with unit actions every stage does at most one thing a slot and needs only earlier slots, so
-    a slot is one numpy step over all rows and stages. Once a round (a forward and a backward of every stage) is the
-    round before it, later by the same time for all stages, so are all rounds to come until the first stage runs out of
-    forwards, and a step with more micro-batches is longer by so many rounds.
     """
 
     def __init__(
@@ -120,8 +98,8 @@ class Replayer:
 
     def total_s(self, cuts: Ints, ways: Ints | None = None) -> Floats:
         """[rows] step + optimizer seconds of each split. ways: [rows, p] numbers of the stages' savings; None: 0."""
-        setting, costs, graph = self.setting, self.costs, self.graph
-        rows = max(1, MOST_CELLS // (2 * setting.num_stages * setting.num_microbatches))
+        setting, costs, graph, m = self.setting, self.costs, self.graph, self.setting.num_microbatches
+        rows = max(1, MOST_CELLS // (2 * setting.num_stages * m))
         if setting.schedule == "1f1b" and len(cuts) > rows:
             return np.concatenate(
                 [
@@ -148,9 +126,17 @@ class Replayer:
         for line, speed in enumerate(self.speeds):
             wires = [(one, self._wire_s(one, line)) for one in moved]
             if setting.schedule == "gpipe" and setting.stages_per_rank == 1:
-                ends.append(self._flow(forward / speed + gather_s, backward / speed + exchange_s, wires))
+                ends.append(
+                    gpipe_ends(
+                        forward / speed + gather_s, backward / speed + exchange_s, wires, setting.num_microbatches
+                    )
+                )
             elif setting.schedule == "1f1b":
-                ends.append(self._clock(forward / speed + gather_s, backward / speed + exchange_s, wires))
+                ends.append(
+                    one_f_one_b_ends(
+                        forward / speed + gather_s, backward / speed + exchange_s, wires, setting.num_microbatches
+                    )
+                )
             else:
                 ends.append(self._walked(edges, forward, backward, again, gather_s, exchange_s, speed, wires))
             per_place = np.zeros((len(cuts), setting.num_places))
@@ -168,69 +154,6 @@ class Replayer:
         there, back = link_times(link, one.there), link_times(link, one.back)
         return np.where(one.sent, there, -np.inf), np.where(one.sent, back, -np.inf)
 
-    def _flow(self, forward: Floats, backward: Floats, wires: list[tuple[Messages, tuple[Floats, Floats]]]) -> Floats:
-        """gpipe: [rows, p]. first: when the first micro-batch is done; ends: when the last one is."""
-        rows, p = forward.shape
-        more = self.setting.num_microbatches - 1
-
-        def passed(
-            seconds: Floats, free: Floats, order: Sequence[int], into: dict[int, list[tuple[int, Floats]]]
-        ) -> Floats:
-            first, ends = np.zeros((p, rows)), np.zeros((p, rows))
-            for s in order:
-                own, begins, queued = seconds[:, s], free[s], np.full(rows, -np.inf)
-                for source, wire in into.get(s, ()):
-                    arrives = first[source] + wire
-                    begins = np.maximum(begins, arrives)
-                    queued = np.maximum(queued, ends[source] + wire)
-                    if more:
-                        queued = np.maximum(queued, arrives + more * wire)
-                first[s] = begins + own
-                ends[s] = np.maximum(first[s] + more * own, queued + own)
-            return ends
-
-        there: dict[int, list[tuple[int, Floats]]] = {}
-        back: dict[int, list[tuple[int, Floats]]] = {}
-        for one, (there_s, back_s) in wires:
-            there.setdefault(one.target, []).append((one.source, there_s))
-            back.setdefault(one.source, []).append((one.target, back_s))
-        forwards = passed(forward, np.zeros((p, rows)), range(p), there)
-        return passed(backward, forwards, range(p - 1, -1, -1), back).T
-
-    def _clock(self, forward: Floats, backward: Floats, wires: list[tuple[Messages, tuple[Floats, Floats]]]) -> Floats:
-        """1f1b: [rows, p], from as few micro-batches as it takes to reach rounds that are alike."""
-        p, m = self.setting.num_stages, self.setting.num_microbatches
-        seconds = np.stack((forward.T, backward.T))
-        outgoing = self._outgoing(p, len(forward), wires)
-        span = max((one.target - one.source for one, _ in wires), default=1)
-        count = p + span + 12
-        while 2 * count < m:
-            ends, round_s = _played(p, count, seconds, outgoing, span)
-            if round_s is not None:
-                extrapolated: Floats = ends + (m - count) * round_s[:, None]
-                return extrapolated
-            count *= 2
-        return _played(p, m, seconds, outgoing, None)[0]
-
-    def _outgoing(
-        self, p: int, rows: int, wires: list[tuple[Messages, tuple[Floats, Floats]]]
-    ) -> list[tuple[Ints, Floats]]:
-        """Messages that a stage sends after a forward or a backward, first ones, second ones...: (target [2, p], -1 for
-        none; seconds on the wire [2, p, rows]). A message that a row lacks never holds it up."""
-        outgoing: list[tuple[Ints, Floats]] = []
-        for one, both in wires:
-            for kind, first, second, wire_s in (
-                (0, one.source, one.target, both[0]),
-                (1, one.target, one.source, both[1]),
-            ):
-                free = next((some for some in outgoing if some[0][kind, first] < 0), None)
-                if free is None:
-                    free = np.full((2, p), -1), np.zeros((2, p, rows))
-                    outgoing.append(free)
-                free[0][kind, first] = second
-                free[1][kind, first] = wire_s
-        return outgoing
-
     def _walked(
         self,
         edges: Ints,
@@ -240,7 +163,7 @@ class Replayer:
         gather_s: Any,
         exchange_s: Any,
         speed: Floats,
-        wires: list[tuple[Messages, tuple[Floats, Floats]]],
+        wires: Wires,
     ) -> Floats:
         """Any other schedule, by the simulator's own clock: [rows, p] when the rank of each stage ends."""
         setting, costs = self.setting, self.costs
@@ -443,88 +366,7 @@ class Replayer:
         return total
 
 
-@lru_cache(maxsize=64)
-def _slots(p: int, m: int) -> tuple[tuple[Ints, Ints, Ints], ...]:
-    """(stages, kinds, micro-batches) of each slot of 1f1b; kind 0 is forward, 1 backward."""
-    stage, k = np.meshgrid(np.arange(p), np.arange(m), indexing="ij")
-    forward = np.where(k < p - stage, stage + k, stage + 2 * k)
-    backward = 2 * p - 1 - stage + 2 * k
-    slot = np.concatenate((forward.ravel(), backward.ravel()))
-    order = np.argsort(slot, kind="stable")
-    stages, ks = np.tile(stage.ravel(), 2)[order], np.tile(k.ravel(), 2)[order]
-    kinds = np.repeat([0, 1], p * m)[order]
-    ends = np.flatnonzero(np.diff(slot[order])) + 1
-    return tuple(zip(np.split(stages, ends), np.split(kinds, ends), np.split(ks, ends), strict=True))
-
-
-def _played(
-    p: int, m: int, seconds: Floats, outgoing: list[tuple[Ints, Floats]], span: int | None
-) -> tuple[Floats, Floats | None]:
-    """[rows, p] when each stage of one replica ends, and [rows] the seconds of a round where rounds have become alike.
-
-        end = max(stage free, arrived) + seconds;   arrives = max(end, wire free) + wire seconds
-
-    seconds: [2, p, rows] of a forward and a backward. span: what a message passes over at most; a message is then used
-    within so many slots, and rounds are alike when that many slots of them are. None: not asked.
-    """
-    rows = seconds.shape[2]
-    arrived = np.full((2, p, m, rows), -np.inf)
-    free = np.zeros((p, rows))
-    wires = [np.full((2, p, rows), -np.inf) for _ in outgoing]
-    full = 2 * m - 1  # in slots 2 p to 2 m - 2 every stage does a forward and a backward in turn
-    kept: list[Floats] = []
-    round_s: Floats | None = None
-    for slot, (stages, kinds, ks) in enumerate(_slots(p, m)):
-        end = np.maximum(free[stages], arrived[kinds, stages, ks]) + seconds[kinds, stages]
-        free[stages] = end
-        for (target, wire_s), wire_free in zip(outgoing, wires, strict=True):
-            to = target[kinds, stages]
-            if (sends := to >= 0).all():
-                kind, source, k, ended = kinds, stages, ks, end
-            else:
-                kind, source, to, k, ended = kinds[sends], stages[sends], to[sends], ks[sends], end[sends]
-            arrives = np.maximum(ended, wire_free[kind, source]) + wire_s[kind, source]
-            wire_free[kind, source] = arrives
-            arrived[kind, to, k] = np.maximum(arrived[kind, to, k], arrives)
-        if span is not None and full - span - 4 <= slot < full:
-            kept.append(np.concatenate((free, *(wire.reshape(2 * p, rows) for wire in wires))))
-            if slot == full - 1:
-                with np.errstate(invalid="ignore"):
-                    grown = np.stack(kept[2:]) - np.stack(kept[:-2])
-                grown[~np.isfinite(grown)] = np.nan  # wires that nothing goes over
-                least, most = np.nanmin(grown, axis=(0, 1)), np.nanmax(grown, axis=(0, 1))
-                if (most - least <= SAME * free.max(axis=0)).all():
-                    round_s = most
-                else:
-                    return free.T, None
-    return free.T, round_s
-
-
-def sync_share(level: Shard) -> float:
-    """Of an all-reduce of a stage's gradients, what its replicas exchange after its last backward."""
-    return 1.0 if level == "none" else (EXCHANGES[level].step_scatters + EXCHANGES[level].step_gathers) / 2
-
-
 def _stage_at(edges: Ints, position: int) -> Ints:
     """[rows] the stage that holds a layer."""
     stage: Ints = (edges[:, 1:-1] <= position).sum(axis=1)
     return stage
-
-
-def link_times(link: Link, num_bytes: Floats) -> Floats:
-    """`Link.time`, elementwise."""
-    sizes, seconds = np.array(link.sizes_bytes, float), np.array(link.seconds)
-    if len(sizes) == 2:
-        k: Ints | int = 1
-    else:
-        k = np.clip(np.searchsorted(sizes, num_bytes), 1, len(sizes) - 1)
-    slope = (seconds[k] - seconds[k - 1]) / (sizes[k] - sizes[k - 1])
-    times: Floats = np.maximum(0.0, seconds[k - 1] + slope * (num_bytes - sizes[k - 1]))
-    return times
-
-
-def all_reduce_times(link: Link, num_bytes: Floats, num_ranks: int) -> Floats:
-    """`Link.all_reduce_time`, elementwise."""
-    if num_ranks < 2:
-        return np.zeros(num_bytes.shape)
-    return np.where(num_bytes > 0, 2 * (num_ranks - 1) * link_times(link, num_bytes / num_ranks), 0.0)

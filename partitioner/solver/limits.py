@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from partitioner.graph import CostGraph, Holding
+from partitioner.graph import CostGraph
 from partitioner.intervals import IntervalSum
+from partitioner.layer_arrays import Holding
 from partitioner.memory import BUCKET_BYTES, Spread, interval_memory
 from partitioner.schedule import in_flight
 from partitioner.solver.layout import Layout

@@ -15,11 +15,12 @@ from partitioner.graph import CostGraph
 from partitioner.intervals import Floats
 from partitioner.solver.bounds import Bounds, least_rate
 from partitioner.solver.chain import TOLERANCE, Chain, Leaner, best_split, cheapest_split
-from partitioner.solver.evaluate import Replayer, link_times
+from partitioner.solver.evaluate import Replayer
 from partitioner.solver.layout import Layout, Site
 from partitioner.solver.limits import DeviceMemory, Flags
 from partitioner.solver.settings import Setting, savings
 from partitioner.solver.starts import Starts
+from partitioner.solver.wires import link_times
 from partitioner.specs import EXCHANGES, Cluster, Saving, Shard, Training
 from partitioner.split import Split
 

@@ -29,11 +29,11 @@ from partitioner.graph import CostGraph
 from partitioner.memory import inference_memory, memory_limit, on_device, overhead_bytes, room_bytes
 from partitioner.plan import MemoryItems
 from partitioner.solver.equal_replicas import Forwards
-from partitioner.solver.evaluate import link_times
 from partitioner.solver.forward_memory import Flags, Floats, ForwardMemory, Ints
 from partitioner.solver.halving import CLOSE, halved
 from partitioner.solver.layout import Devices, Site
 from partitioner.solver.settings import divisors
+from partitioner.solver.wires import link_times
 from partitioner.specs import Cluster, Device, Link, Training
 from partitioner.split import Split
 from partitioner.turns import most_turns, period_s
