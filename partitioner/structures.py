@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributions import Distribution
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, torch.layout, type)
 _LEAVES = frozenset(PLAIN)
@@ -117,15 +118,21 @@ def opened(item: Any) -> Opened | None:
 
 
 def opened_record(item: Any) -> Opened | None:
-    """`item` taken apart if it is an object of some Python class that holds tensors directly in its attributes."""
+    """`item` taken apart if it is an object of some Python class that holds tensors directly in its attributes.
+
+    Of torch's own classes only distributions are, which are no more than their attributes.
+    """
     if not hasattr(item, "__dict__") or isinstance(item, (torch.Tensor, nn.Module, type)) or callable(item):
         return None
     bases = type(item).__mro__[:-1]
-    if bases[0].__module__.partition(".")[0] in ("torch", "numpy", "builtins") or any(
-        "__new__" in vars(c) for c in bases
-    ):
+    is_distribution = isinstance(item, Distribution)
+    theirs = bases[0].__module__.partition(".")[0] in ("torch", "numpy", "builtins") and not is_distribution
+    if theirs or any("__new__" in vars(c) for c in bases):
         return None
-    return opened_object(item) if tensors_in(list(vars(item).values())) else None
+    held = list(vars(item).values())
+    if tensors_in(held) or any(isinstance(part, Distribution) for part in held if is_distribution):
+        return opened_object(item)
+    return None
 
 
 def opened_object(item: Any) -> Opened:
@@ -240,6 +247,28 @@ def _collect(item: Any, found: list[torch.Tensor]) -> None:
         if inside is not None:
             for part in inside.parts:
                 _collect(part, found)
+
+
+def tensors_within(value: Any) -> list[torch.Tensor]:
+    """As `tensors_in`, and those that other objects hold in their attributes: distributions, results of a user's own.
+
+    Not of modules and classes, nor of what Python's own library makes.
+    """
+    found: list[torch.Tensor] = []
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if type(item) in _LEAVES or isinstance(item, (nn.Module, type)) or id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        else:
+            theirs = type(item).__module__.partition(".")[0] in sys.stdlib_module_names - {"__main__"}
+            inside = opened(item) or (None if theirs else opened_object(item))
+            waiting += [] if inside is None else reversed(inside.parts)
+    return found
 
 
 def described(value: Any) -> str:

@@ -36,7 +36,7 @@ from partitioner.recording import ROOT, storage_of
 from partitioner.restore import random_marks, random_states, set_random_states
 from partitioner.shared import Naming
 from partitioner.standins import StandIn, exchange, unrecorded
-from partitioner.structures import tensors_in
+from partitioner.structures import tensors_in, tensors_within
 from partitioner.tracing import HOST_READS, AddedHook, Watcher, hook_name, in_transform, may_draw, unwatched
 
 ALSO_CALLED = {
@@ -198,14 +198,16 @@ class Walk(Watcher):
                 return self.before(moment, name, func, args, kwargs)
             self.begin()
         if self.last:
-            self.refuse_strangers(tensors_in((args, kwargs)))
+            if name != "requires_grad_":
+                self.refuse_strangers(tensors_in((args, kwargs)))
             return self.metered(func, args, kwargs)
         if self.num_functions > self.part.glue.get(self.moment, 0):
             self.strayed = True
         if self.part.glue_names:
             self.named_functions(name)
         given = Arguments(args, kwargs)
-        self.refuse_strangers(given.tensors)
+        if name != "requires_grad_":  # which stages own it does not matter
+            self.refuse_strangers(given.tensors)
         try:
             result = self.metered(func, args, kwargs)
         except Exception as error:
@@ -262,7 +264,7 @@ class Walk(Watcher):
         entry = self.follow(moment, name)
         if name in HOST_READS:
             return entry.result
-        if name == "requires_grad_" and isinstance(args[0], nn.Parameter):  # which stages own it does not matter
+        if name == "requires_grad_" and isinstance(args[0], nn.Parameter):
             return func(*args, **kwargs)
         if may_draw(name, func) or any(map(self.is_foreign, tensors_in((args, kwargs)))):
             if kwargs and isinstance(kwargs.get("generator"), torch.Generator) and entry.generator is not None:
@@ -482,7 +484,7 @@ class Walk(Watcher):
 
     def refuse_stand_ins(self, output: Any) -> None:
         """Everything that the model returns must have arrived."""
-        for tensor in tensors_in(output):
+        for tensor in tensors_within(output):
             if isinstance(tensor, StandIn):
                 raise UnsupportedModelError(
                     f"the output holds the tensor {tensor.label!r}, which an earlier stage made and did not send, as "

@@ -52,11 +52,12 @@ def family(name: str) -> dict[str, Callable[[], Any]]:
 
         return dict(HF)
     from odd_everyday_models import EVERYDAY
+    from odd_glue_models import GLUE
     from odd_models import ODD
     from odder_models import ODDER
     from oddest_models import ODDEST
 
-    return {**ODD, **ODDER, **ODDEST, **EVERYDAY}
+    return {**ODD, **ODDER, **ODDEST, **EVERYDAY, **GLUE}
 
 
 # -- one model
