@@ -36,6 +36,7 @@ from partitioner.specs import Cluster, Device, LossRule, Training, optimizer_sta
 from partitioner.tracing import unwrap
 from partitioner.trial import explained
 from partitioner.whole_batch import compare
+from partitioner.world import as_only_rank
 
 WORTH_DIVIDING = 0.05
 """Relative; so much shorter must a step be predicted for replicas to divide what they keep, unasked: predictions are
@@ -308,7 +309,8 @@ def _on_first_rank(make: Callable[[], Plan]) -> Plan:
     outcome: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            outcome = [make().model_dump_json()]
+            with as_only_rank():
+                outcome = [make().model_dump_json()]
         except Exception as error:
             outcome = [error]
     dist.broadcast_object_list(outcome, src=0)

@@ -33,8 +33,10 @@ from partitioner.structures import map_tensors
 from partitioner.timing import measure, optimizer_seconds, slicing_seconds, whole_steps
 from partitioner.tracing import unwrap
 from partitioner.trial import explained
+from partitioner.world import as_only_rank
 
 
+@as_only_rank()
 def profile(
     model: nn.Module,
     example_inputs: Any,

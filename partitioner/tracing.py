@@ -284,6 +284,9 @@ class _Functions(TorchFunctionMode):
             return iter(self.__torch_function__(torch.Tensor.unbind, types, args, kwargs))
         if name == "get grad" and isinstance(args[0], nn.Parameter):
             return func(*args)  # torch.profiler does that at every module call, where it records stacks
+        if kwargs and kwargs.get("async_op"):  # a function of torch.distributed: done at once, it leaves only tensors
+            self.watcher.on_function(name, func, args, {**kwargs, "async_op": False})
+            return finished_work()
         return self.watcher.on_function(name, func, args, kwargs or {})
 
 
@@ -610,6 +613,16 @@ def _untold() -> Iterator[None]:
         _enter_mode(mode)
 
 
+def tell(name: str, run: Callable[..., None], *given: Any) -> None:
+    """Run a function that torch's modes may not see, as one that the watcher is told of."""
+    watcher = _current.here.watcher
+    if watcher is None or watcher.in_custom or not torch._C._len_torch_function_stack():  # inside of a function
+        run(*given)
+        return
+    with _untold():
+        watcher.on_function(name, run, given, {})
+
+
 def watcher_here() -> Watcher | None:
     """The watcher of this thread, where the code that runs now is told to it."""
     return _current.here.watcher
@@ -618,6 +631,13 @@ def watcher_here() -> Watcher | None:
 def forward_here() -> Watcher | None:
     """The watcher of the forward under way on this thread, also in the depths of a layer."""
     return _current.here.started
+
+
+def finished_work(result: Any = None) -> Any:
+    """What a function of torch.distributed returns that has ended."""
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(result)
+    return torch._C._distributed_c10d._create_work_from_future(future)  # type: ignore[attr-defined]
 
 
 def unwrap(model: Any) -> nn.Module:

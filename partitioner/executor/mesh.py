@@ -5,6 +5,7 @@ replica    the ranks of one replica, gloo; where ranks take turns all are of one
 across     the last stage's ranks over all replicas, gloo: weights and losses
 owners     the ranks of some stages over all replicas: they hold the same parameters and reduce their gradients
 edge       two ranks, NCCL: tensors that go from the one to the other, where every rank has a CUDA device of its own
+world      the replicas of this rank's stage: what the model's own code finds as the default group
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import os
 import socket
 from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import product
@@ -26,6 +28,7 @@ from partitioner.errors import PlanMismatchError, SetupError
 from partitioner.plan import Plan
 from partitioner.specs import counted
 from partitioner.wire import Channel, End
+from partitioner.world import World
 
 
 @dataclass
@@ -50,6 +53,7 @@ class Mesh:
     owners: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
     edges: dict[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
     """(source rank, target rank) -> group."""
+    world: World | None = None
 
     @property
     def num_stages(self) -> int:
@@ -101,6 +105,7 @@ class Mesh:
         if self.control is None:
             return
         self.within_replica = self.control
+        self.world = self._world()
         if self.num_replicas > 1:
             self.across = self._group(self.ranks_of([self.num_stages - 1]), "gloo")
             replicas = [[self.rank_of(stage, k) for stage in range(self.num_stages)] for k in range(self.num_replicas)]
@@ -122,6 +127,14 @@ class Mesh:
                         # Connects: later sends do not wait.
                         dist.all_reduce(torch.zeros(1, device=self.device), group=group)
                         self.edges[pair] = group
+
+    def as_model(self) -> AbstractContextManager[None]:
+        """Around the model's own code: its default group is `world`."""
+        return nullcontext() if self.world is None else self.world.inside()
+
+    def as_executor(self) -> AbstractContextManager[None]:
+        """Around what is done for the model in the midst of its own code."""
+        return nullcontext() if self.world is None else self.world.outside()
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, on every rank."""
@@ -150,6 +163,10 @@ class Mesh:
         groups = [self.control, self.across, self.within_replica, *self.owners.values(), *self.edges.values()]
         self.control = self.across = self.within_replica = None
         self.owners, self.edges = {}, {}
+        if self.world is not None:
+            self.world.close()
+            groups.append(self.world.inner)
+            self.world = None
         if not dist.is_initialized():
             return
         if self.owns_default:
@@ -158,6 +175,15 @@ class Mesh:
         for group in {id(group): group for group in groups if group is not None}.values():
             with contextlib.suppress(Exception):
                 dist.destroy_process_group(group)
+
+    def _world(self) -> World:
+        """Where ranks take turns each sees some micro-batches alone, and is alone for the model too."""
+        name, ranks = f"{self._name}/model of stage {self.stage}", self.plan.stages[self.stage].ranks
+        if self.num_replicas == 1 or self.plan.takes_turns:
+            return World(None, 0, 1, name)
+        backend = "cpu:gloo,cuda:nccl" if self.has_own_device else "gloo"
+        group = self._one_of([list(stage.ranks) for stage in self.plan.stages], backend)
+        return World(group, ranks.index(self.rank), len(ranks), name)
 
     def _one_of(self, sets: list[list[int]], backend: str) -> dist.ProcessGroup:
         """Make one group of each set; this rank's own, or any where it is in none."""

@@ -90,6 +90,8 @@ class Pipeline:
         `outputs` and returns its part of the loss; other stages return None.
         """
         mesh, count = self._mesh, len(microbatches)
+        if mesh.world is not None:
+            mesh.world.begin(count)
         for receiver in (*(some.of(0) for some in self._from.values()), *self._back_from.values()):
             receiver.expect()
         total: torch.Tensor | None = None
@@ -119,6 +121,8 @@ class Pipeline:
         """Forward of all micro-batches that are this rank's; the last stage's outputs, of all of them."""
         mesh, count, outputs = self._mesh, len(microbatches), dict[int, Any]()
         senders = [sender for some in self._to.values() for sender in some]
+        if mesh.world is not None:
+            mesh.world.begin(count)
         if mesh.turn < count:
             for some in self._from.values():
                 some.of(mesh.turn).expect()
@@ -144,7 +148,7 @@ class Pipeline:
     def _forward(self, kind: str, step: int, k: int, count: int, microbatch: MicroBatch) -> SliceRun:
         received = self._receive_activations(Tag(kind, step, k), count)
         args, kwargs = self._on_device((microbatch.args, microbatch.kwargs))
-        with self._recorder.span("F", k), self._randomness.of(kind, step, k):
+        with self._recorder.span("F", k), self._randomness.of(kind, step, k), self._mesh.as_model():
             run = self._part.run(args, kwargs, received)
         self._runs[k] = run
         for target, payload in run.sends.items():
@@ -158,7 +162,7 @@ class Pipeline:
         """The last stage's forward: its part of the loss, and the model's output."""
         received = self._receive_activations(Tag("F", step, k), count)
         args, kwargs, target = self._on_device((microbatch.args, microbatch.kwargs, microbatch.target))
-        with self._recorder.span("F", k), self._randomness.of("F", step, k):
+        with self._recorder.span("F", k), self._randomness.of("F", step, k), self._mesh.as_model():
             if self._replicas is not None:
                 here = MicroBatch(args, kwargs, target, microbatch.samples)
                 self._roots[k], part, output = self._replicas.forward(here, share, k == count - 1)
@@ -184,7 +188,7 @@ class Pipeline:
                 receiver.expect()
             self._to[target].of(k).release(Tag("F", step, k))
         run = self._runs.pop(k)
-        with self._recorder.span("B", k):
+        with self._recorder.span("B", k), self._mesh.as_model():
             if self._replicas is not None:
                 with self._replicas.syncing(k == count - 1):
                     self._roots.pop(k).backward()  # type: ignore[no-untyped-call]
@@ -196,7 +200,8 @@ class Pipeline:
             else:
                 with self._part.as_after(run):
                     backward_through(run, gradients)
-            self._reduction.after_backward()
+            with self._mesh.as_executor():
+                self._reduction.after_backward()
         for source, sender in self._back_to.items():
             self._recorder.sends(source, k)
             sender.send(Tag("B", step, k), b"", [_dense(gradient) for gradient in gradients_of(run, source)])

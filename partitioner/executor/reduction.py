@@ -15,6 +15,7 @@ Parameters that stages share are summed after the last backward, whatever the le
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -124,6 +125,10 @@ class Reduction:
         for parameter in one.bucket:
             if not self._division.is_kept(parameter):
                 parameter.grad = None
+
+    def as_executor(self) -> AbstractContextManager[None]:
+        """As the mesh's: for what is done in the midst of a backward."""
+        return self._mesh.as_executor()
 
     @property
     def _group_of_replicas(self) -> dist.ProcessGroup:
@@ -235,6 +240,10 @@ class _Early:
         """A hook of torch's."""
         if self._left <= 0:
             return  # a backward of the user's own
+        with self._reduction.as_executor():
+            self._note(parameter)
+
+    def _note(self, parameter: torch.nn.Parameter) -> None:
         self._missing[self._number[parameter]] -= 1
         end = self._next
         while end < len(self._buckets) and self._missing[end] <= 0:

@@ -33,6 +33,7 @@ from partitioner.recompute import Recomputed
 from partitioner.slicing import Slice
 from partitioner.specs import EXECUTED
 from partitioner.timeline import Timeline
+from partitioner.world import refuse_groups
 
 COMPARE_FIRST, COMPARE_EVERY = 2, 100
 """Steps at which the ranks of a replica compare their batches: the first ones, then every so often."""
@@ -109,6 +110,8 @@ class LiveStage:
         self._mesh, self._placement, self._loss, self._cutter = mesh, placement, loss, cutter
         self._failures = failures
         refuse_other_order(placement.model, mesh)
+        if plan.num_stages > 1:
+            refuse_groups(placement.model)
         self._seed = int(mesh.gather(torch.initial_seed() if seed is None else seed)[0])
         self._inert = nn.Parameter(torch.zeros((), device=mesh.device))
         here = plan.stages[mesh.stage]
