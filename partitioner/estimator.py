@@ -4,7 +4,7 @@ capture      one forward on the meta device: layers and the tensors between them
 kernels      forward and backward on the meta device: what each layer launches
 rates        seconds of each launch
 
-Every figure is an estimate within `error_band` (rates.constants().error_band), and says so: provenance "estimated".
+Every figure is an estimate within its band (`Planner.band_of`), and says so: provenance "estimated".
 """
 
 from __future__ import annotations
@@ -152,14 +152,13 @@ def _bytes_at(nbytes: int, shape: tuple[int, ...], batch_dim: int, recorded: int
 def _layers(
     captured: Capture, work: ModelWork, prices: Planner, sizes: tuple[int, ...], fused: bool
 ) -> tuple[Layer, ...]:
-    band = prices.rates.constants.error_band
     costs: dict[tuple[int, int], LayerCost] = {}
 
     def cost(layer: LayerWork, size: int) -> LayerCost:
         key = (id(layer), size)
         if key not in costs:
             seconds = prices.layer(layer, Layout(microbatch=size, fused=fused))
-            forward, backward = max(seconds.forward), max(seconds.backward)
+            forward, backward, band = max(seconds.forward), max(seconds.backward), prices.band_of([seconds])
             narrow = 0.5 if prices.precision not in ("fp32", "tf32") else 0.0
             costs[key] = LayerCost(
                 samples=size,

@@ -184,7 +184,7 @@ def capacity(
         curve=points,
         variations=variations,
         price_per_hour=price_per_hour,
-        band=demand.prices.rates.constants.error_band,
+        band=demand.prices.band(best.layout),
         measured=tuple(_beside(one, demand) for one in beside),
         why=(*_why(asked, demand, best, found), *_why_measured(demand, beside, what_if or {})),
     )

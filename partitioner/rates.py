@@ -2,6 +2,7 @@
 
     matmul       waves(m, n) x tile work(k) / (achieved rate / processors)          tiles in whole waves, k with a ramp
     attention    FLOPs / (peak x efficiency)
+    convolution  as a matmul's share of the peak, and its tensors moved between layouts
     elementwise  bytes / (bandwidth x efficiency) with a ramp over size
     all-reduce   latency(n) + 2 (n - 1)/n x bytes / (link x efficiency)             ring (Patarasuk & Yuan 2009)
 
@@ -83,6 +84,9 @@ class Constants:
     """Rate of a convolution on tensor cores, of a large matmul's."""
     convolution_fp32: float
     """The same on plain fp32 units, where libraries save multiplications (Winograd)."""
+    convolution_moved: float
+    """Times a convolution's tensors are moved beside its own pass over them: brought into the layout of its kernels and
+    back, and read by each of the two kernels of a backward."""
     bandwidth: float
     """Share of the memory bandwidth that a large kernel reaches."""
     bandwidth_ramp_s: float
@@ -130,6 +134,9 @@ class Constants:
     step_base_s: float
     """What a step takes beside its kernels: data, logging, synchronisation."""
     error_band: float = 0.0
+    """Two of three published runs of large models lie within it."""
+    convolution_band: float = 0.0
+    """The same of steps of which convolutions take most."""
 
     def waiting_s(self, replicas: int, step_s: float) -> float:
         """For the slowest replica. Delays of a step's pieces are independent, so that they add up as their root."""
@@ -140,7 +147,8 @@ class Constants:
 def constants() -> Constants:
     """The fitted constants."""
     table = tomllib.loads(files("partitioner").joinpath("estimator.toml").read_text(encoding="utf-8"))
-    return Constants(**table["constants"], error_band=table["fit"]["error_band"])
+    bands = {name: table["fit"][name] for name in ("error_band", "convolution_band")}
+    return Constants(**table["constants"], **bands)
 
 
 @dataclass(frozen=True)
@@ -246,7 +254,7 @@ class Rates:
             name = precision if precision != "fp32" else "tf32"  # torch's default for convolutions
             plain = name == "tf32" and "tf32" not in dict(self.peaks)
             rate = self._achieved(name) * (c.convolution_fp32 if plain else c.convolution)
-            seconds = max(seconds, kernel.flops * share / rate)
+            seconds = max(seconds, kernel.flops * share / rate) + c.convolution_moved * moved / self.moved_per_s
         return c.launch_s + seconds
 
     def _achieved(self, precision: str) -> float:
@@ -389,5 +397,5 @@ def error_text(band: float) -> str:
 
 
 def toml_constants(c: Constants) -> dict[str, Any]:
-    """The constants as they stand in estimator.toml, without the band."""
-    return {name: value for name, value in vars(c).items() if name != "error_band"}
+    """The constants as they stand in estimator.toml, without the bands."""
+    return {name: value for name, value in vars(c).items() if not name.endswith("_band")}

@@ -53,6 +53,7 @@ class Request:
     def check(self) -> None:
         """ArgumentError where a value is impossible."""
         _whole("batch_size", self.batch_size)
+        expect("optimizer", self.optimizer, (str, int, float), "a name like 'adamw', or bytes of state a parameter")
         self.state(None)
         if self.accumulate not in ("auto", "fp32"):
             raise ArgumentError(f"accumulate={self.accumulate!r} is unknown; use 'auto' or 'fp32'")
@@ -76,7 +77,7 @@ class Request:
                 changed = replace(self, wish=replace(self.wish, shard=_one_of(name, value, get_args(Shard))))
             case "sequence_length":
                 study.expect_length()
-                changed = replace(self, sequence_length=value)
+                changed = replace(self, sequence_length=_whole(name, value))
             case "batch_size":
                 changed = replace(self, batch_size=value)
             case _:
@@ -89,6 +90,7 @@ class Request:
         own = self.precision == _own_precision(study.model)
         dtype = None if own else _DTYPES[self.precision.removesuffix("-mixed")]
         per_node = max(Counter(self.cluster.nodes).values())
+        study.check_positions(self.sequence_length)
         prices = planner(
             study.work(self.sequence_length),
             self.cluster,
@@ -211,6 +213,7 @@ def _mesh(mesh: Any) -> Mapping[str, int]:
 
 def _one_of(name: str, value: str, known: Sequence[str]) -> Any:
     """None for "auto"."""
+    expect(name, value, str, f"'auto', {', '.join(map(repr, known))}")
     if value == "auto":
         return None
     if value not in known:
@@ -220,6 +223,7 @@ def _one_of(name: str, value: str, known: Sequence[str]) -> Any:
 
 def _precision(precision: str, model: nn.Module) -> Precision:
     known = get_args(Precision)
+    expect("precision", precision, str, f"'auto', {', '.join(map(repr, known))}")
     if precision == "auto":
         return _own_precision(model)
     if precision not in known:

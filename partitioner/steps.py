@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -26,7 +26,7 @@ from partitioner.calibration import Calibration, Place
 from partitioner.errors import ArgumentError
 from partitioner.rates import PRECISIONS, Attention, Casts, Constants, Network, Precision, Rates
 from partitioner.specs import EXCHANGES, SCHEDULES, Cluster, Link, Recompute, ScheduleName, Shard, known_device
-from partitioner.work import LayerWork, ModelWork
+from partitioner.work import Kernel, LayerWork, ModelWork
 
 LATER = {"zero-bubble": 2, "zero-bubble-h2": 3, "zero-bubble-v": 3}
 """How many W of a micro-batch fill each place of the bubble (Qi et al. 2023, https://arxiv.org/abs/2401.10241).
@@ -200,13 +200,8 @@ class Planner:
         return self._priced[key]
 
     def _price(self, work: LayerWork, layout: Layout) -> LayerSeconds:
-        def sums(backward: bool, weight: bool = False, again: bool = False) -> tuple[float, float]:
-            kernels = work.backward if backward else work.forward
-            if weight:
-                kernels = tuple(kernel for kernel in kernels if kernel.weight)
-            if again:
-                kernels = tuple(k for k in kernels if k.kind != "convolution" and not k.linear)
-            seconds = sum(
+        def seconds_of(kernels: Iterable[Kernel]) -> float:
+            return sum(
                 self.rates.kernel_seconds(
                     kernel,
                     self.precision,
@@ -218,6 +213,14 @@ class Planner:
                 )
                 for kernel in kernels
             )
+
+        def sums(backward: bool, weight: bool = False, again: bool = False) -> tuple[float, float]:
+            kernels = work.backward if backward else work.forward
+            if weight:
+                kernels = tuple(kernel for kernel in kernels if kernel.weight)
+            if again:
+                kernels = tuple(k for k in kernels if k.kind != "convolution" and not k.linear)
+            seconds = seconds_of(kernels)
             launches = sum(kernel.fused_launches if layout.fused else 1 for kernel in kernels)
             return seconds, self.rates.host_seconds(launches, backward)
 
@@ -238,7 +241,9 @@ class Planner:
         forward = with_collectives(sums(False), len(work.forward_reduces))
         backward = with_collectives(sums(True), len(work.backward_reduces))
         again = sums(False, again=True)
-        return LayerSeconds(forward, backward, sums(True, weight=True)[0], again, reduce[0], reduce[1], flops)
+        convolution_s = seconds_of(k for k in (*work.forward, *work.backward) if k.kind == "convolution")
+        weight_s = sums(True, weight=True)[0]
+        return LayerSeconds(forward, backward, weight_s, again, reduce[0], reduce[1], flops, convolution_s)
 
     def _narrow(self, work: LayerWork) -> float:
         """Width of an activation on the wire, of its recorded width."""
@@ -273,7 +278,7 @@ class Planner:
 
         parameters = [self._rank_parameters(layers, bounds[r::p], layout) for r in range(p)]
         dp_s = max(self._reduce(count, own_stages, layout) for count, own_stages in zip(parameters, ranks, strict=True))
-        if layout.dp > 1:
+        if layout.dp > 1 and max(parameters) > 0:
             dp_s += self.rates.constants.waiting_s(layout.dp, m * totals[slowest]) + self.rates.constants.replica_base_s
         optimizer_s = self.optimizer_seconds(max(parameters), layout, optimizer_moved_bytes)
         c = self.rates.constants
@@ -294,9 +299,19 @@ class Planner:
             base_s=c.step_base_s * factor,
             stages=tuple(stages),
             flops=sum(one.flops for one in priced) * m * layout.dp,
-            band=c.error_band * band_share,
+            band=self.band_of(priced) * band_share,
             factor=factor,
         )
+
+    def band(self, layout: Layout) -> float:
+        """Error band of a step with nothing measured."""
+        return self.band_of([self.layer(work, layout) for work in self.work.at(layout.microbatch)])
+
+    def band_of(self, priced: Sequence[LayerSeconds]) -> float:
+        """Error band of these layers: wider by the share of convolutions, which are told less well."""
+        c, device_s = self.rates.constants, sum(one.forward[0] + one.backward[0] for one in priced)
+        share = sum(one.convolution_s for one in priced) / device_s if device_s else 0.0
+        return c.error_band + share * max(0.0, c.convolution_band - c.error_band)
 
     def _bounds(self, layout: Layout, priced: Sequence[LayerSeconds]) -> list[tuple[int, int]]:
         count = len(priced)
@@ -413,6 +428,8 @@ class LayerSeconds:
     forward_reduce_s: float
     backward_reduce_s: float
     flops: float
+    convolution_s: float = 0.0
+    """Of the device's seconds, those of convolutions."""
 
     @property
     def total_s(self) -> float:

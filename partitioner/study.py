@@ -75,6 +75,24 @@ class Study:
             raise ArgumentError("the inputs have no length to change: say which dimension it is with sequence_dim")
         return self.length
 
+    def check_positions(self, length: int | None) -> None:
+        """ArgumentError where samples of that length (None: their own) are longer than a table of positions.
+
+        Without values no index is looked up, so the model itself does not tell. Known are Hugging Face's, whose
+        config says for how many positions there is a table; positions that are computed have no end.
+        """
+        config = getattr(self.model, "config", None)
+        most, wanted = getattr(config, "max_position_embeddings", None), length or self.length
+        if not isinstance(most, int) or wanted is None or wanted <= most:
+            return
+        for name, module in self.model.named_modules():
+            # some tables keep two rows more than there are positions
+            if isinstance(module, nn.Embedding) and most <= module.num_embeddings <= most + 2 and _of_positions(name):
+                raise ArgumentError(
+                    f"samples of length {wanted:,} are longer than the {most:,} positions of {name}: use at most "
+                    f"{most:,}, or a model with a longer table"
+                )
+
     def part(self, samples: int, length: int | None = None, dtype: torch.dtype | None = None) -> Any:
         """Arguments, keywords and target of so many samples of that length, without values."""
 
@@ -329,6 +347,11 @@ def _whole(print_: Footprint, captured: Capture, stands_for: dict[str, str]) -> 
             if parameter.startswith(prefix):
                 divided[f"{name}.{parameter.removeprefix(prefix)}"] = dim
     return Footprint(layers, divided, print_.tables)
+
+
+def _of_positions(name: str) -> bool:
+    """By the names that such tables have: position_embeddings, embed_positions, wpe."""
+    return "position" in name or name.endswith("wpe")
 
 
 def _bare_loss(loss_fn: LossFunction | None, dtype: torch.dtype | None) -> LossFunction | None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from partitioner.errors import ArgumentError
 from partitioner.forecast import CapacityReport
@@ -276,6 +277,33 @@ def test_a_longer_sequence_is_found():
     assert report.longest_sequence is not None and report.longest_sequence > LENGTH
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_sequence_beyond_the_table_of_positions_is_told(family):
+    """Without values no index is looked up: GPT-2 of 64 positions was said to fit with 128. Llama's have no table."""
+    if family == "gpt2":
+        model = GPT2LMHeadModel(GPT2Config(n_positions=64, n_embd=32, n_layer=2, n_head=2, vocab_size=100))
+    else:
+        small_llama = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 100}
+        model = LlamaForCausalLM(LlamaConfig(**small_llama, intermediate_size=64, max_position_embeddings=64))
+    tokens = torch.zeros(4, 32, dtype=torch.long)
+    found = capacity(
+        model,
+        {"input_ids": tokens, "labels": tokens},
+        gpus="1xH100",
+        curve=False,
+        what_if={"sequence_length": [64, 128]},
+    )
+    least, most = found.variations
+    assert least.fits
+    if family == "gpt2":
+        assert "length 128 are longer than the 64 positions of transformer.wpe" in most.refused
+        longer = torch.zeros(4, 65, dtype=torch.long)
+        with pytest.raises(ArgumentError, match="length 65 are longer than the 64 positions"):
+            capacity(model, {"input_ids": longer, "labels": longer}, gpus="1xH100")
+    else:
+        assert most.fits
+
+
 # -- models of other kinds
 
 
@@ -379,6 +407,7 @@ def test_the_report_is_saved_loaded_and_shown(tmp_path):
         ({"mesh": {"pp": 64, "tp": 1, "dp": 1}, "gpus": "64xH100"}, r"pp=64 needs 64 layers .* the model has 8"),
         ({"precision": "int8"}, r"precision='int8' is unknown"),
         ({"optimizer": "lion"}, r"'lion' is not known"),
+        ({"optimizer": None}, r"optimizer=None is a NoneType"),
         ({"shard": "zero4"}, r"shard='zero4' is unknown"),
         ({"recompute": "often"}, r"recompute='often' is unknown"),
         ({"memory_limit": "70Gib"}, r"bits"),

@@ -166,6 +166,18 @@ def test_calibration_multiplies_every_part_and_narrows_the_band() -> None:
     assert after.band == pytest.approx(before.band * math.sqrt(1 - (1 - distances().repeat) ** 2))
 
 
+def test_convolutions_widen_the_band_by_their_share() -> None:
+    prices = planner(WORK, "A100-80GB", precision="bf16")
+    c, layout = constants(), Layout()
+    kernel = Kernel("convolution", "convolution", 1e12, 1e9, 1.0)
+    mixed = dataclasses.replace(LAYER, forward=(*LAYER.forward, kernel))
+    priced = prices.layer(mixed, layout)
+    share = prices.rates.kernel_seconds(kernel, "bf16") / (priced.forward[0] + priced.backward[0])
+    assert 0 < share < 1
+    assert prices.band_of([priced]) == pytest.approx((1 - share) * c.error_band + share * c.convolution_band)
+    assert prices.band(layout) == c.error_band == prices.step(layout).band
+
+
 def test_a_cluster_brings_its_own_links() -> None:
     cluster = Cluster.parse("2x4xA100-80GB")
     slow = cluster.model_copy(update={"inter": cluster.inter.model_copy(update={"seconds": (1e-3, 1.0)})})
