@@ -19,10 +19,15 @@ from partitioner.flows import FarFlows, Flows
 from partitioner.intervals import Floats, IntervalMax, IntervalSum, Ints, Use, sums_before
 from partitioner.layer_arrays import Holding, LayerArrays, interpolated, table
 from partitioner.profiles import LayerCost, LayerMemory, Parameter, Profile, Tensor
+from partitioner.shares import largest_shares
 from partitioner.specs import Recompute, Shard
 
 DIVIDED: tuple[tuple[Shard, ...], ...] = (("zero1", "zero2", "zero3"), ("zero2", "zero3"), ("zero3",))
 """Shard levels that divide the optimizer's state, gradients, weights."""
+FEW_PARAMETERS = 64
+"""Of a stage, up to which it is worked out which replica keeps which of them."""
+MOST_RUNS = 2**14
+"""Of layers with so few parameters; a graph that has more of them bounds instead."""
 
 
 class StageTransfer(NamedTuple):
@@ -48,6 +53,7 @@ class CostGraph(Shown):
         self.num_layers = len(self.ids)
         self._at: dict[float, LayerArrays] = {}
         self._recomputed_at: dict[float, LayerArrays] = {}
+        self._most_kept: dict[int, Floats | None] = {}
         self._standing: dict[tuple[float, Shard, int], IntervalSum] = {}
         self._edges: dict[tuple[float, Recompute], tuple[Floats, Floats]] = {}
         self._edge_lists: dict[tuple[float, Recompute], tuple[list[float], list[float]]] = {}
@@ -353,18 +359,64 @@ class CostGraph(Shown):
         """Where each parameter of the layers [first, last) is with one of `dp` replicas, the most that one of them has:
         the part of all trainable elements, and of all their bytes.
 
-        The largest parameter first, each to the replica that has the least, no replica has more than
+        Of few listed parameters it is what `keepers` comes to. Of many it is bounded: the largest parameter first, each
+        to the replica that has the least, no replica has more than
 
             total / dp + (1 - 1 / dp) largest          (Graham 1969, "Bounds on multiprocessing timing anomalies")
         """
+        i, j = np.broadcast_arrays(first, last)
+        known = self._kept_most(min(dp, FEW_PARAMETERS))
         parts = []
-        for total, largest in zip(
-            (self.trainable_elements, self.trainable_bytes), self._largest_trainable, strict=True
+        for k, (total, largest) in enumerate(
+            zip((self.trainable_elements, self.trainable_bytes), self._largest_trainable, strict=True)
         ):
-            whole = np.asarray(total(first, last))
-            most = np.minimum(whole, whole / dp + (1 - 1 / dp) * largest(first, last))
+            whole = np.asarray(total(i, j))
+            most = np.minimum(whole, whole / dp + (1 - 1 / dp) * largest(i, j))
+            if known is not None:
+                exact = known[k, i, np.minimum(j - i, known.shape[2] - 1)]
+                most = np.where(np.isnan(exact), most, exact)
             parts.append(np.where(whole > 0, most / np.where(whole > 0, whole, 1.0), 1 / dp))
         return parts[0], parts[1]
+
+    def _kept_most(self, num_replicas: int) -> Floats | None:
+        """[2, n, lengths] elements and bytes that one replica keeps at the most, by first layer and number of layers;
+        nan where these have more than a few parameters. None: not all are listed, or there would be too many. Kept."""
+        if num_replicas not in self._most_kept:
+            runs = self._runs_of_few
+            table: Floats | None = None
+            if runs is not None:
+                table = np.full((2, self.num_layers, 2 + max((length for _, length, _ in runs), default=0)), np.nan)
+                trained = [p for p in self.profile.parameters if p.trainable]
+                own = np.array([[math.prod(p.shape), p.bytes] for p in trained] + [[0, 0]], float).T
+                listed = np.full((len(runs), FEW_PARAMETERS), len(trained))
+                for row, (_, _, some) in enumerate(runs):
+                    listed[row, : len(some)] = some
+                starts, lengths = np.array([[start, length] for start, length, _ in runs], np.int64).reshape(-1, 2).T
+                table[:, starts, lengths] = largest_shares(own[0][listed], own[1][listed], num_replicas)
+            self._most_kept[num_replicas] = table
+        return self._most_kept[num_replicas]
+
+    @cached_property
+    def _runs_of_few(self) -> list[tuple[int, int, list[int]]] | None:
+        """(first layer, number of layers, which trainable parameters, in their order) of few parameters."""
+        if self._unlisted[1].any():
+            return None
+        trained = [p for p in self.profile.parameters if p.trainable]
+        used: list[list[int]] = [[] for _ in range(self.num_layers)]
+        for k, parameter in enumerate(trained):
+            for place in {self.position[name] for name in parameter.layers} or {0}:
+                used[place].append(k)
+        found: list[tuple[int, int, list[int]]] = []
+        for start in range(self.num_layers):
+            some: set[int] = set()
+            for end in range(start, self.num_layers):
+                some.update(used[end])
+                if len(some) > FEW_PARAMETERS:
+                    break
+                found.append((start, end + 1 - start, sorted(some)))
+                if len(found) > MOST_RUNS:
+                    return None
+        return found
 
     @cached_property
     def largest_trainable(self) -> tuple[float, float]:

@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 from chains import chain, random_branches, random_chain
 
+from partitioner import graph as one_graph
 from partitioner import intervals
 from partitioner.errors import ArgumentError
 from partitioner.graph import CostGraph
 from partitioner.intervals import IntervalSum, Use
 from partitioner.profiles import Parameter
+from partitioner.shares import keepers
 
 
 def runs(n):
@@ -20,6 +22,48 @@ def runs(n):
 
 def splits(n):
     return [cuts for k in range(n) for cuts in itertools.combinations(range(1, n), k)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("few", [64, 5, 1])
+def test_the_fullest_replica_keeps_what_the_executors_rule_gives_it(seed, few, monkeypatch):
+    """Of few parameters exactly, of many no less; in elements, by which they are dealt, and in bytes."""
+    monkeypatch.setattr(one_graph, "FEW_PARAMETERS", few)
+    rng = random.Random(seed)
+    n = 6
+    parameters = []
+    for k in range(12):
+        size, width = rng.randrange(1, 9), rng.choice([2, 4])
+        users = tuple(str(at) for at in sorted({rng.randrange(n) for _ in range(rng.randrange(3))}))
+        parameters.append(
+            Parameter(
+                names=(f"p{k}",),
+                shape=(size,),
+                dtype="float32",
+                bytes=width * size,
+                trainable=rng.random() < 0.8,
+                layers=users,
+            )
+        )
+    graph = CostGraph(chain([1.0] * n).model_copy(update={"parameters": tuple(parameters)}))
+    for dp in (2, 3, 80):
+        found = graph.largest_parts(*np.array(runs(n)).T, dp)
+        for k, (first, last) in enumerate(runs(n)):
+            here = {str(at) for at in range(first, last)}
+            own = [p for p in parameters if p.trainable and here & set(p.layers or ("0",))]
+            kept = np.zeros((2, dp))
+            for one, at in zip(own, keepers([p.shape[0] for p in own], dp), strict=True):
+                kept[:, at] += one.shape[0], one.bytes
+            total = kept.sum(axis=1)
+            parts = [found[0][k], found[1][k]]
+            if not own:
+                assert parts == [1 / dp, 1 / dp]
+            elif len(own) <= few:
+                assert parts == pytest.approx((kept.max(axis=1) / total).tolist())
+            else:
+                assert all(
+                    part >= most - 1e-12 for part, most in zip(parts[:1], kept.max(axis=1) / total, strict=False)
+                )
 
 
 def stage_of(cuts, position):

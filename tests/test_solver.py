@@ -777,10 +777,11 @@ def test_no_split_of_sharded_replicas_beats_the_plan(level, seed):
 def test_each_shard_level_holds_and_sends_what_the_paper_says():
     """Of N bytes of weights, four replicas hold 4, 2.5, 1.75 and 1 N each, and zero1 and zero2 as much more as whole
     parameters cannot be divided evenly; zero3 sends 3 N a micro-batch."""
-    size, per_s, count = 4_096_000, 1e9, 64
-    own = size // count
+    size, per_s, count = 4_096_000, 1e9, 62
+    own = size // count // 4 * 4
+    size = own * count
     profile, link = chain([1.0 / count] * count, parameter_bytes=own), Link.of(0.0, per_s)
-    more = 3 / 4 * own  # of the replica that has the most, at most
+    more = own / 2  # two of the four have 16 of them
     held, busy, synced = {}, {}, {}
     for level in ("none", "zero1", "zero2", "zero3"):
         training = Training(batch_size=8, mesh={"pp": 1, "dp": 4}, microbatches=2, shard=level)
@@ -815,6 +816,18 @@ def test_sharding_is_named_where_it_is_what_fits():
     plan = solve(profile, there, Training(batch_size=4, shard="zero3"))
     assert plan.num_replicas > 1 and not plan.runnable
     assert any("shard='zero3' is planned and predicted" in reason for reason in plan.why)
+
+
+def test_a_stage_of_few_large_parameters_fits_where_its_replicas_can_divide_them():
+    """Two of four parameters each: whole weights and gradients, half of the optimizer's state, a bucket."""
+    uncut = {str(k): "it cannot be cut" for k in range(1, 4)}
+    profile = chain([1 / 4] * 4, parameter_bytes=1_000_000, no_cut=uncut)
+    exactly = 4_000_000 + 4_000_000 + 8_000_000 // 2 + 4_000_000
+    training = Training(batch_size=2, mesh={"dp": 2}, shard="zero1")
+    (stage,) = solve(profile, cluster(2, memory_bytes=exactly), training).prediction.stages
+    assert stage.memory.total == exactly and stage.memory.optimizer == 4_000_000
+    with pytest.raises(InfeasibleError, match="1 B too much"):
+        solve(profile, cluster(2, memory_bytes=exactly - 1), training)
 
 
 @pytest.mark.parametrize("seed", range(24))

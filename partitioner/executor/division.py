@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
+from partitioner.shares import keepers
 from partitioner.specs import Shard
 
 
@@ -48,16 +49,3 @@ class Division:
             if parameter in self._keeper:
                 kept.setdefault(self._keeper[parameter], []).append(parameter)
         return dict(sorted(kept.items()))
-
-
-def keepers(sizes: list[int], num_replicas: int) -> list[int]:
-    """The replica of each, the largest first, each to the one that has the least so far (Graham 1969).
-
-    >>> keepers([5, 3, 3, 1], 2)
-    [0, 1, 1, 0]
-    """
-    held, found = [0] * num_replicas, [0] * len(sizes)
-    for k in sorted(range(len(sizes)), key=lambda k: (-sizes[k], k)):
-        found[k] = held.index(min(held))
-        held[found[k]] += sizes[k]
-    return found
