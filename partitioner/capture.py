@@ -29,10 +29,10 @@ from partitioner.errors import UnsupportedModelError
 from partitioner.losses import Compared
 from partitioner.profiles import Attribute, Buffer, Parameter
 from partitioner.reaching import Reach
-from partitioner.recording import Info, Node, Recording, record, storage_of, tensor_nbytes, warm_up
+from partitioner.recording import Info, Node, Recording, record, tensor_nbytes, warm_up
 from partitioner.restore import untouched
 from partitioner.shared import Masks
-from partitioner.structures import map_tensors, tensors_in
+from partitioner.structures import map_tensors, storage_of, tensors_in
 from partitioner.tracing import unwrap
 
 MAX_CLOSED = 0.5

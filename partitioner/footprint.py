@@ -34,8 +34,7 @@ from torch.utils._pytree import tree_leaves
 from partitioner.errors import UnsupportedModelError
 from partitioner.metarun import layer_calls
 from partitioner.profiles import LayerMemory
-from partitioner.recording import storage_of
-from partitioner.structures import map_tensors, tensors_in
+from partitioner.structures import map_tensors, storage_of, tensors_in
 
 ALIGNMENT = 512
 """The CUDA caching allocator gives out memory in pieces of so many bytes."""

@@ -26,9 +26,8 @@ from torch.utils.flop_counter import flop_registry
 from partitioner.losses import Loss, LossFunction
 from partitioner.metarun import Shapes, layer_calls, on_meta, refuse_without_values
 from partitioner.microbatches import Cutter, MicroBatch, as_call
-from partitioner.recording import storage_of
 from partitioner.restore import untouched
-from partitioner.structures import map_tensors, tensors_in
+from partitioner.structures import map_tensors, storage_of, tensors_in
 from partitioner.tracing import unwrap
 from partitioner.work import Kernel, KernelKind, LayerWork, ModelWork
 

@@ -24,7 +24,7 @@ from partitioner.errors import UnsupportedModelError
 from partitioner.logbook import Arguments, Encoder, is_sendable, left_name, num_passed, sizes, version, withheld_in
 from partitioner.losses import Compared, LossFunction
 from partitioner.restore import modes, random_states
-from partitioner.structures import map_tensors, tensors_in, tensors_within
+from partitioner.structures import map_tensors, storage_of, tensors_in, tensors_within
 from partitioner.tracing import HOST_READS, RETURNED, Watcher, hook_name, in_transform, may_draw, watching
 
 ROOT = "(whole model)"
@@ -746,14 +746,6 @@ def _look(tensor: torch.Tensor) -> str:
 
 def tensor_nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def storage_of(tensor: torch.Tensor) -> int:
-    """A number that tensors have in common when they share memory."""
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (RuntimeError, NotImplementedError):  # sparse and other layouts without one storage
-        return id(tensor)
 
 
 def _memory_nbytes(tensor: torch.Tensor) -> int:

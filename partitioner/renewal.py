@@ -2,7 +2,7 @@
 
 In a pipeline several forwards come first. What they change of buffers and attributes would be gone when
 
-    a backward needs a tensor that was saved       it has moved to memory of its own at the end of its forward
+    a backward needs a tensor that was saved       that stays behind: the model's own moves to other memory
     a checkpoint runs again, or a hook reads       values are put back for as long as the backward runs
 
 What the backward changes of them then stays changed, in what forwards since have left too.
@@ -23,11 +23,14 @@ from partitioner.errors import UnsupportedModelError
 from partitioner.glance import Glance
 from partitioner.logbook import is_sendable, version
 from partitioner.reaching import GONE, Place, SequencePlace, Watched
-from partitioner.standins import exchange, unrecorded
-from partitioner.structures import is_same
+from partitioner.standins import StandIn, exchange, unrecorded
+from partitioner.structures import is_same, storage_of
 
 MAX_BYTES = 1 << 16
 """Of a tensor, to know what it held before a forward changes it for the first time."""
+
+MAX_RELEASED = 1 << 20
+"""Of a tensor that is copied where a graph has saved it."""
 
 _ONE_OWNER = 2
 """References to a storage that nothing else looks at: its tensor's, and that of who asks."""
@@ -115,6 +118,8 @@ class Kept:
         held = [value for one in self._watched for _, value in one.items if isinstance(value, torch.Tensor)]
         found = {id(tensor): tensor for tensor in held if not isinstance(tensor, nn.Parameter)}
         self._tensors = [tensor for tensor in found.values() if is_sendable(tensor) and not tensor.requires_grad]
+        self._small = [one for one in self._tensors if one.nbytes < MAX_RELEASED and not one.is_meta]
+        self._count_holders()
         self._versions = list(map(version, self._tensors))
         self._glance = Glance(self._watched)
         self._values: dict[tuple[int, Any], tuple[Place, Any]] = {}
@@ -128,6 +133,7 @@ class Kept:
         """A forward is over: what it has left; the same as the one before where forwards change nothing."""
         with torch._C.DisableTorchFunction(), torch.no_grad(), unrecorded():
             if self._glance.is_still():
+                self._release()
                 return self.latest
             self._renew()
             for one in self._watched:
@@ -141,11 +147,32 @@ class Kept:
             self._glance = Glance(self._watched)
             now = {name: (place, key, _held(place, key)) for name, (place, key) in self._values.items()}
             self.latest = Then(now, list(self._moving.values()), self._all)
+            self._count_holders()
+            self._release()
         return self.latest
 
     def as_after(self, then: Then | None) -> AbstractContextManager[None]:
         """Inside: what forwards change is as it was after one of them."""
         return nullcontext() if then is None or then is self.latest else then.put_back()
+
+    def _release(self) -> None:
+        """Small tensors that graphs have saved, or views of them, move away: whatever writes into them next, those
+        graphs will not see it."""
+        for tensor in self._small:
+            storage = tensor.untyped_storage()._cdata
+            is_seen = torch._C._storage_Use_Count(storage) > _ONE_OWNER
+            has_graph = tensor._use_count() > 1  # type: ignore[attr-defined]
+            if (has_graph or is_seen) and self._holders[storage] < 2:
+                become(tensor, tensor.clone(), views_too=True)
+                self._holders[tensor.untyped_storage()._cdata] = 1
+
+    def _count_holders(self) -> None:
+        """How many tensors that the model keeps lie in the memory of each small one."""
+        held = (tensor for one in self._watched for _, tensor in one.tensors if tensor.layout == torch.strided)
+        objects = {id(tensor): tensor for tensor in held if not isinstance(tensor, StandIn)}
+        arrays = [array.base for one in self._watched for _, array, _ in one.arrays]
+        self._holders = Counter(map(storage_of, objects.values()))
+        self._holders.update(storage_of(base) for base in arrays if isinstance(base, torch.Tensor))
 
     def _renew(self) -> None:
         """Tensors that the forward has changed in place move to other memory."""
@@ -162,12 +189,14 @@ class Kept:
         self._versions = list(map(version, self._tensors))
 
 
-def become(tensor: torch.Tensor, value: torch.Tensor) -> bool:
+def become(tensor: torch.Tensor, value: torch.Tensor, *, views_too: bool = False) -> bool:
     """Let every reference to `tensor` find `value` instead; what graphs hold of it stays. Whether that could be done.
 
-    Not where others look at its memory, or hold it weakly. Its version stays, for those who look for changes.
+    Not where others hold it weakly, or look at its memory, unless `views_too`: then they are graphs. Its version stays,
+    for those who look for changes.
     """
-    if tensor.is_meta or torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > _ONE_OWNER:
+    is_seen = not tensor.is_meta and torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > _ONE_OWNER
+    if tensor.is_meta or (is_seen and not views_too):
         return False
     before = version(tensor)
     try:

@@ -271,6 +271,14 @@ def tensors_within(value: Any) -> list[torch.Tensor]:
     return found
 
 
+def storage_of(tensor: torch.Tensor) -> int:
+    """A number that tensors have in common when they share memory."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):  # sparse and other layouts without one storage
+        return id(tensor)
+
+
 def described(value: Any) -> str:
     """
     >>> described(torch.zeros(2, 3)), described(torch.tensor([3, 9])), described({"ids": None})

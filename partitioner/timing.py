@@ -21,10 +21,9 @@ from partitioner.microbatches import MicroBatch
 from partitioner.parts import Payload
 from partitioner.probes import Probe, real
 from partitioner.progress import Progress
-from partitioner.recording import storage_of
 from partitioner.restore import ModelState, random_states, set_random_states
 from partitioner.slicing import Slice, SliceRun
-from partitioner.structures import tensors_in
+from partitioner.structures import storage_of, tensors_in
 from partitioner.walking import Meter
 
 MIN_REPEATS, MAX_REPEATS = 5, 12

@@ -32,11 +32,11 @@ from partitioner.logbook import (
 )
 from partitioner.parts import Part, Payload
 from partitioner.reaching import Change
-from partitioner.recording import ROOT, storage_of
+from partitioner.recording import ROOT
 from partitioner.restore import random_marks, random_states, set_random_states
 from partitioner.shared import Naming
 from partitioner.standins import StandIn, exchange, unrecorded
-from partitioner.structures import tensors_in, tensors_within
+from partitioner.structures import storage_of, tensors_in, tensors_within
 from partitioner.tracing import HOST_READS, AddedHook, Watcher, hook_name, in_transform, may_draw, unwatched
 
 ALSO_CALLED = {

@@ -237,3 +237,74 @@ def test_memory_that_others_look_at_stays_where_it_is() -> None:
     del view
     before = tensor._version
     assert become(tensor, torch.ones(3)) and bool(tensor.all()) and tensor._version == before
+
+
+class Silent(nn.Module):
+    """Writes into what it multiplies by where version counters do not tell: later, or in every forward."""
+
+    def __init__(self, write: Callable[[torch.Tensor, torch.Tensor], None], of_view: bool, late: bool) -> None:
+        super().__init__()
+        self.inner, self.write, self.of_view, self.late, self.calls = nn.Linear(3, 3), write, of_view, late, 0
+        self.register_buffer("table", torch.eye(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls > 1 or not self.late:
+            self.write(self.table, x)
+        return torch.tanh(self.inner(x)) @ (self.table.t() if self.of_view else self.table)
+
+
+def in_place(table: torch.Tensor, x: torch.Tensor) -> None:
+    with torch.no_grad():
+        table.mul_(0.5).add_(x.mean())
+
+
+def into_data(table: torch.Tensor, x: torch.Tensor) -> None:
+    table.data.mul_(0.5).add_(x.mean())
+
+
+def as_data(table: torch.Tensor, x: torch.Tensor) -> None:
+    table.data = table.data * 0.5 + x.mean()
+
+
+def by_numpy(table: torch.Tensor, x: torch.Tensor) -> None:
+    array = table.numpy()
+    array *= 0.5
+    array += float(x.mean())
+
+
+@pytest.mark.parametrize("write", [in_place, into_data, as_data, by_numpy])
+@pytest.mark.parametrize("of_view", [False, True])
+@pytest.mark.parametrize("late", [False, True])
+def test_what_graphs_have_saved_stays_as_it_was(write: Any, of_view: bool, late: bool) -> None:
+    found = []
+    for in_turn in (True, False):
+        torch.manual_seed(0)
+        model = Silent(write, of_view, late)
+        kept, losses = kept_of(model), []
+        for sample in torch.randn(3, 2, 3):
+            losses.append(model(sample).square().sum())
+            kept.end()
+            if in_turn:
+                losses.pop().backward()
+        for loss in losses:
+            loss.backward()
+        found.append((model.inner.weight.grad, model.table))
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_memory_that_a_module_looks_at_in_two_ways_stays_one() -> None:
+    model = nn.Module()
+    model.register_buffer("table", torch.ones(4))
+    model.view, model.array = model.table[:2], None
+    other = nn.Module()
+    other.register_buffer("table", torch.ones(4))
+    other.array = other.table.numpy()
+    weight = nn.Parameter(torch.ones(4))
+    for one, look in ((model, lambda: model.view), (other, lambda: torch.from_numpy(other.array))):
+        kept = kept_of(one)
+        loss = (weight * one.table).sum()
+        kept.end()
+        one.table.data.fill_(3.0)
+        assert float(look()[0]) == 3.0
+        del loss
