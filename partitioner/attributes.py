@@ -47,6 +47,9 @@ class Attribute:
         """Whether what holds it came to be in this forward: the next one has another."""
         self.returns = False
         """Whether it is plain, and at the end what it was at the start."""
+        self.added: int | None = None
+        """Of a whole number: what the forward has added to it."""
+        self.now: Callable[[], Any] = lambda: None
         self.is_set_first = False
         """Whether the forward sets it before it reads it."""
         self.emptied: Place | None = None
@@ -241,6 +244,9 @@ class Attributes:
                 here = self._here()
                 attribute.writes.append(here)
                 attribute.returns = isinstance(value, PLAIN) and is_same(value, attribute.start)
+                is_whole = type(value) is int and type(attribute.start) is int
+                attribute.added = value - attribute.start if is_whole else None
+                attribute.now = lambda: _attribute_of(item, name)
                 place = self._reach.places.get(id(item))
                 attribute.is_told &= place is not None and place.name_of(name) == attribute.name
                 self._reach.enter(value, place, name) if place is not None else None

@@ -208,6 +208,7 @@ def _read_in_either(captured: Capture, other: Capture) -> tuple[Attribute, ...]:
             inside=tuple(sorted({*one.inside, *same.inside}, key=order.__getitem__)),
             returns=one.returns and same.returns,
             set_first=one.set_first and same.set_first,
+            adds=one.adds,
         )
     return tuple(found.values())
 
@@ -245,6 +246,9 @@ def _recordings(
                         module.training = False
                     first = record(model, *map_tensors((args, kwargs), copied), tell_new=True, loss=loss)
                 steady = record(model, *map_tensors((args, kwargs), copied), tell_new=tell_new, loss=loss)
+        if first is not steady:
+            with untouched(model, others):
+                _tell_counters(model, first, steady, *map_tensors((args, kwargs), copied))
         if best is None or len(steady.order) > len(best[1].order):
             best = (first, steady)
         called = set(best[1].order)
@@ -253,6 +257,31 @@ def _recordings(
             break
     assert best is not None
     return best
+
+
+def _tell_counters(
+    model: nn.Module, first: Recording, steady: Recording, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """What every forward adds to whole numbers, in training and in evaluation; the latter is run for that."""
+    before = {item.name: item for item in first.attributes if item.added is not None}
+    found = {
+        item.name: item for item in steady.attributes if item.name in before and item.added == before[item.name].added
+    }
+    found = {name: item for name, item in found.items() if item.added}
+    if not found:
+        return
+    was_training = model.training
+    start = {name: item.now() for name, item in found.items()}
+    model.train(not was_training)
+    try:
+        with torch.no_grad():
+            model(*args, **kwargs)
+        others = {name: item.now() - start[name] for name, item in found.items()}
+    except Exception:  # whatever a model raises that runs in one mode only
+        others = dict.fromkeys(found, 0)
+    for name, item in found.items():
+        both = (item.added or 0, others[name])
+        first.adds[name] = steady.adds[name] = both if was_training else both[::-1]
 
 
 def _deciding(model: nn.Module, called: set[str]) -> set[nn.Module]:
@@ -701,7 +730,12 @@ class _Chooser:
                 writers = tuple(ids[k] for k in sorted(writes[name]))
                 one = Attribute(name=name, first=ids[min(zones)], last=ids[max(zones)], writers=writers)
                 layers = tuple(ids[k] for k in sorted(inside[name]))
-                more = {"returns": returns.get(name, False), "set_first": set_first.get(name, False), "inside": layers}
+                more = {
+                    "adds": self.recording.adds.get(name, (0, 0)),
+                    "returns": returns.get(name, False),
+                    "set_first": set_first.get(name, False),
+                    "inside": layers,
+                }
                 found.append(one.model_copy(update=more))
         for name, outside in self.recording.outside.items():
             zones = {self.zone(when) for when, _ in outside.writes}
@@ -717,8 +751,9 @@ class _Chooser:
         return {zone, min(zone + 1, len(self.chosen) - 1)} if begun and self.heads(when, node) else {zone}
 
     def returns(self, item: Changed) -> bool:
-        """Whether an attribute is changed by code between layers alone, and is at the end what it was at the start."""
-        return item.returns and all(self.layer_around(node) is None for _, node in item.writes)
+        """Whether an attribute is changed by code between layers alone, and its value at the end is known at the start."""
+        is_known = item.returns or item.name in self.recording.adds
+        return is_known and all(self.layer_around(node) is None for _, node in item.writes)
 
     def starts_anew(self, item: Changed) -> bool:
         """Whether a forward reads nothing of what the one before changed of it, or tensors that are seen one by one."""

@@ -162,7 +162,9 @@ class Attribute(Frozen):
     inside: tuple[str, ...] = ()
     """Of these the layers that change it themselves, not the code between layers."""
     returns: bool = False
-    """Whether it is at the end of the forward what it was at the start."""
+    """Whether it is at the end of the forward what it was at the start, plus what that `adds`."""
+    adds: tuple[int, int] = (0, 0)
+    """In training and in evaluation."""
     set_first: bool = False
     """Whether the forward sets it before it reads it."""
 

@@ -135,6 +135,8 @@ class Recording:
     """That the forward changed."""
     held: list[Attribute] = field(default_factory=list)
     """All that it read or changed."""
+    adds: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """By name, of whole numbers to which every forward adds the same: how much, in training and in evaluation."""
     slots: dict[int, list[tuple[Place, int]]] = field(default_factory=dict)
     """By the id of an attribute: tensors kept in it from before the forward that were replaced, and where."""
     outside: dict[str, Outside] = field(default_factory=dict)

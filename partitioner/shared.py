@@ -57,7 +57,7 @@ class SharedState:
     ) -> None:
         """`guarded`: whether changes are looked for, or only made as earlier stages tell of them."""
         self._guarded = guarded
-        self._stage, self._device = stage, device
+        self._stage, self._device, self._model = stage, device, model
         self._reach = Reach(model, Masks(layers, stage_of).of, loss)
         self._readers = {
             one.name: _bits(*range(stage_of[one.first], stage_of[one.last] + 1))
@@ -74,7 +74,8 @@ class SharedState:
         self._returning = {
             one.name: max((stage_of[layer] for layer in one.writers), default=0) for one in attributes if one.returns
         }
-        """What is at the end of a forward as it was at the start, and the last stage that changes it before."""
+        """What is at the end of a forward as it was at the start, or so much more; the last stage that changes it."""
+        self._adds = {one.name: one.adds for one in attributes if one.returns and one.adds != (0, 0)}
         self._start: list[tuple[Place, Any, Any]] = []
         self._set_later = {
             one.name
@@ -173,13 +174,14 @@ class SharedState:
         not given back, and earlier stages go on with another value.
         """
         for place, key, before in self._start:
-            now = dict(place.items()).get(key, GONE)
-            last = self._returning[place.name_of(key)]
-            if is_same(now, before) or self._stage > last:
+            now, name = dict(place.items()).get(key, GONE), place.name_of(key)
+            last, adds = self._returning[name], self._adds.get(name, (0, 0))[0 if self._model.training else 1]
+            after = before + adds if adds and type(before) is int else before
+            if is_same(now, after) or self._stage > last:
                 continue
             change = Change(place, key, before, now)
             if early and self._stage < last:
-                place.put(key, before)
+                place.put(key, after)
                 continue
             readers = self._readers.get(place.name_of(key), place.readers_of(key))
             if readers & ((1 << self._stage) - 1):

@@ -184,3 +184,53 @@ def test_what_a_layer_reads_hooks_of_later_stages_may_not_write() -> None:
     captured = capture(case.model, case.args, max_share=0.0)
     assert not possible_cuts(captured)
     assert all("'0.log' is changed in the forward and read on both sides" in why for why in captured.no_cut.values())
+
+
+class CountsAtItsEnd(nn.Module):
+    """Reads at its start how often it ran, and counts at its end; in evaluation by another number, or only then."""
+
+    def __init__(self, in_training: int, in_evaluation: int, every: int = 1) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.steps, self.calls, self.adds, self.every = 0, 0, (in_evaluation, in_training), every
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls = self.calls + 1
+        x = x * (1 + self.steps)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        if self.calls % self.every == 0:
+            self.steps += self.adds[self.training]
+        return x
+
+
+def counted(every: int, modes: list[bool]) -> float:
+    """The worst difference over forwards in these modes, each stage with its own copy of the model."""
+
+    def build() -> Case:
+        torch.manual_seed(0)
+        model = CountsAtItsEnd(2, 1, every)
+        return Case(model, (torch.randn(4, 8) / 9,), loss_fn=lambda output, target: output.square().mean())
+
+    captured = capture(build().model, build().args, max_share=0.0)
+    stage_of = split(captured, possible_cuts(captured)[1:3])
+    whole, models = build().model, stage_models(build().model, captured, stage_of, lambda: build().model)
+    worst = 0.0
+    for step, mode in enumerate(modes):
+        for model in (whole, *models):
+            model.train(mode)
+        expected = run_whole(build(), seed=step, model=whole)
+        worst = max(worst, difference(expected, run_cut(build(), captured, stage_of, step, models))[0])
+    assert [model.steps for model in models] == [whole.steps] * len(models)
+    return worst
+
+
+def test_what_every_forward_adds_at_its_end_is_known_to_stages_that_do_not_come_there() -> None:
+    assert counted(1, [True, True, False, True, False]) < 1e-6
+
+
+def test_a_number_that_comes_out_otherwise_is_refused() -> None:
+    captured = capture(CountsAtItsEnd(2, 1, 3), (torch.randn(4, 8),), max_share=0.0)
+    assert all(one.adds == (0, 0) for one in captured.attributes if one.name == "steps")
+    with pytest.raises(UnsupportedModelError, match=r"changes 'steps' from 0 to 2, which stage 0 reaches too"):
+        counted(3, [True] * 4)
