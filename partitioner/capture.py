@@ -751,7 +751,7 @@ class _Chooser:
         return {zone, min(zone + 1, len(self.chosen) - 1)} if begun and self.heads(when, node) else {zone}
 
     def returns(self, item: Changed) -> bool:
-        """Whether an attribute is changed by code between layers alone, and its value at the end is known at the start."""
+        """Whether code between layers alone changes it, and its value at the end is known at the start."""
         is_known = item.returns or item.name in self.recording.adds
         return is_known and all(self.layer_around(node) is None for _, node in item.writes)
 
