@@ -31,6 +31,8 @@ from partitioner.specs import (
 )
 
 FORMAT_VERSION: Final = 1
+MEMORY_BAND: Final = 0.11
+"""Peaks of two of three published runs lie within it, mean over sources: `tests/benchmarks/memory.py` prints it."""
 
 
 class StepParts(Frozen):
@@ -230,8 +232,11 @@ class CapacityReport(Shown, Frozen):
         best = self.best
         both = f"{format_bytes(best.peak.total)} of {format_bytes(best.limit_bytes)}"
         where = f"rank {best.heaviest} of the pipeline" if len(best.memory) > 1 else "each device"
+        within = f"± {100 * MEMORY_BAND:.0f} % of such estimates ({format_bytes(round(MEMORY_BAND * best.peak.total))})"
+        close = abs(best.margin_bytes) < MEMORY_BAND * best.peak.total
         if self.fits:
-            return f"fits: {where} needs {both}, {format_bytes(best.margin_bytes)} to spare"
+            surely = f", less than the {within}: run a step of it before you rely on it" if close else ""
+            return f"fits: {where} needs {both}, {format_bytes(best.margin_bytes)} to spare{surely}"
         fewest = (
             f"it needs {count(self.fewest_devices, 'such device')} at least"
             if self.fewest_devices
@@ -239,7 +244,7 @@ class CapacityReport(Shown, Frozen):
         )
         return (
             f"does not fit: at the least, {where} needs {both}, {format_bytes(self.shortfall_bytes)} too many "
-            f"({_largest(best.peak)}); {fewest}"
+            f"({_largest(best.peak)}); {fewest}" + (f"; it is short of less than the {within}" if close else "")
         )
 
     def _facts(self) -> tuple[tuple[str, str], ...]:

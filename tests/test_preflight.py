@@ -387,6 +387,17 @@ def test_runnable_and_why_not():
     assert any("bf16-mixed" in reason for reason in mixed.best.why_not)
 
 
+@pytest.mark.parametrize(
+    ("limit", "words"), [(1.5, "to spare"), (1.05, "less than the ± 11 %"), (0.97, "short of less than the ± 11 %")]
+)
+def test_a_verdict_within_the_error_of_estimates_says_so(limit, words):
+    fixed = {"mesh": {"tp": 1, "pp": 1, "dp": 1}, "gpus": "1xH100", "microbatches": 1, "recompute": "never"}
+    needed = asked(**fixed).best.peak.total
+    told = asked(**fixed, memory_limit=int(limit * needed)).verdict()
+    assert told.startswith("fits" if limit > 1 else "does not fit")
+    assert words in told and ("less than" in told) == (limit < 1.11)
+
+
 def test_the_report_is_saved_loaded_and_shown(tmp_path):
     report = asked(gpus="4xH100", curve=True, price_per_hour=1.0, what_if={"shard": ["zero3"]})
     report.save(tmp_path / "report.json")

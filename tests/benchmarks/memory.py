@@ -300,6 +300,13 @@ def show(by_source: dict[str, dict[str, float]], told: dict[str, int]) -> None:
     )
 
 
+def _check_halves(found: list[Case]) -> list[list[float]]:
+    """Errors of the check half, by source."""
+    names = dict.fromkeys(one.run.source for one in found)
+    check = [one for one in found if not first_half(one.run.row_id)]
+    return [errors([one for one in check if one.run.source == name]) for name in names]
+
+
 def fit(found: list[Case]) -> None:
     """Error of both halves over a grid of the two fitted figures."""
     seen = [one for one in found if "nvidia-smi" in one.row["mem_kind"]]
@@ -335,6 +342,8 @@ def main() -> None:
             parts = " ".join(f"{name} {getattr(items, name) / 2**30:.1f}" for name in used)
             print(f"{run.row_id} {what:22} seen {seen:14} told {told:20} {parts}")
     show(by_source, told := verdicts(found))
+    thirds = [statistics.quantiles(map(abs, half), n=3)[1] for half in _check_halves(found) if len(half) > 2]
+    print(f"band: two of three rows of the check half within {statistics.fmean(thirds):.3f}, mean over sources")
     print(f"{time.perf_counter() - start:.0f} s")
     if options.fit:
         fit(found)
