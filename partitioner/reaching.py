@@ -16,9 +16,11 @@ import argparse
 import functools
 import itertools
 import operator
+import queue
 import sys
 import sysconfig
-from collections import UserDict, UserList, deque
+import weakref
+from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -28,6 +30,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from partitioner.contents import content_of, has_content
 from partitioner.logbook import version
 from partitioner.structures import PLAIN, is_python_class, is_same, slots
 from partitioner.usage import WRITES, names_in, reads_of
@@ -36,7 +39,20 @@ _MAX_DEPTH = 6
 MAX_ITEMS = 1000
 """Of a container, that are looked into."""
 
-_HOLDERS = frozenset({argparse.Namespace, SimpleNamespace, UserDict, UserList})
+_HOLDERS = frozenset(
+    {
+        argparse.Namespace,
+        SimpleNamespace,
+        UserDict,
+        UserList,
+        ChainMap,
+        queue.Queue,
+        queue.LifoQueue,
+        queue.PriorityQueue,
+        weakref.WeakKeyDictionary,
+        weakref.WeakValueDictionary,
+    }
+)
 """Classes of Python's own library whose objects hold what is the user's."""
 
 _FOREIGN = frozenset({"torch", "numpy", "builtins", "partitioner", "scipy", *sys.stdlib_module_names} - {"__main__"})
@@ -215,6 +231,25 @@ class SequencePlace(Place):
         return self.attribute
 
 
+class ObjectsPlace(SequencePlace):
+    """A NumPy array of objects."""
+
+    def items(self) -> list[tuple[Any, Any]]:
+        return list(enumerate(self.parts()))
+
+    def parts(self) -> Iterable[Any]:
+        found: list[Any] = self.owner.ravel().tolist()
+        return found
+
+    def views(self) -> list[Any] | None:
+        return None
+
+    def put(self, key: Any, value: Any) -> None:
+        flat = np.empty(self.owner.size, dtype=object)
+        flat[:] = value
+        self.owner[...] = flat.reshape(self.owner.shape)
+
+
 class NamePlace(Place):
     """One name of a Python module or class. What a library names is taken for fixed where no code seen sets it."""
 
@@ -296,7 +331,7 @@ class Watched:
         self.parts = list(self.place.parts())
         self.tensors = [(key, value) for key, value in self.items if isinstance(value, torch.Tensor)]
         self.versions = [version(tensor) for _, tensor in self.tensors]
-        self.arrays = [(key, value, value.tobytes()) for key, value in self.items if _is_comparable(value)]
+        self.arrays = [(key, value, content_of(value)) for key, value in self.items if has_content(value)]
 
     def is_touched(self) -> bool:
         now = self.place.parts()
@@ -306,7 +341,7 @@ class Watched:
             return True
         if self.tensors and [version(tensor) for _, tensor in self.tensors] != self.versions:
             return True
-        return any(value.tobytes() != before for _, value, before in self.arrays)
+        return any(content_of(value) != before for _, value, before in self.arrays)
 
     def changes(self) -> list[Change]:
         """What is other than it was; it is looked at anew."""
@@ -319,7 +354,9 @@ class Watched:
             for (key, tensor), before in tensors
             if version(tensor) != before and now.get(key) is tensor
         ]
-        found += [Change(place, key, value, value, True) for key, value, before in arrays if value.tobytes() != before]
+        found += [
+            Change(place, key, value, value, True) for key, value, before in arrays if content_of(value) != before
+        ]
         if isinstance(place, SequencePlace):
             was_list, list_now = [value for _, value in old], [value for _, value in self.items]
             same = len(was_list) == len(list_now) and all(map(is_same, list_now, was_list))
@@ -434,6 +471,8 @@ class Reach:
         elif isinstance(value, dict):
             self._enter(value, DictPlace, name, attribute, mask, depth)
             self._own_attributes(value, name, attribute, mask, depth)
+        elif isinstance(value, np.ndarray) and value.dtype == object:
+            self._enter(value, ObjectsPlace, name, attribute, mask, depth)
         elif isinstance(value, (list, deque, set)):
             self._enter(value, SequencePlace, name, attribute, mask, depth)
             self._own_attributes(value, name, attribute, mask, depth)
@@ -654,11 +693,7 @@ def _memory(value: Any) -> int | None:
             if value.layout == torch.strided:
                 return int(value.untyped_storage()._cdata)
         return id(value)
-    return id(value) if _is_comparable(value) else None
-
-
-def _is_comparable(value: Any) -> bool:
-    return isinstance(value, np.ndarray) and value.dtype != object and value.nbytes <= 1 << 16
+    return id(value) if has_content(value) else None
 
 
 def _functions_of(found: Any) -> Iterator[FunctionType]:

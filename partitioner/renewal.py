@@ -170,7 +170,7 @@ class Kept:
         """How many tensors that the model keeps lie in the memory of each small one."""
         held = (tensor for one in self._watched for _, tensor in one.tensors if tensor.layout == torch.strided)
         objects = {id(tensor): tensor for tensor in held if not isinstance(tensor, StandIn)}
-        arrays = [array.base for one in self._watched for _, array, _ in one.arrays]
+        arrays = [getattr(array, "base", None) for one in self._watched for _, array, _ in one.arrays]
         self._holders = Counter(map(storage_of, objects.values()))
         self._holders.update(storage_of(base) for base in arrays if isinstance(base, torch.Tensor))
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import _random
-import array
 import contextlib
-import copy
 import ctypes
 import functools
 import random
@@ -19,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from partitioner.contents import content_of, fill, has_content
 from partitioner.structures import is_python_object
 
 _GENERATOR: Any = random._inst
@@ -26,8 +25,6 @@ _NUMPY: Any = np.random.mtrand._rand
 """Where Python and NumPy keep their global generators."""
 
 _MAX_DEPTH = 4
-MAX_ARRAY = 1 << 20
-"""Bytes of arrays that are kept and given back."""
 _DEVICES = ("cpu", "cuda")
 
 
@@ -179,16 +176,11 @@ class ModelState:
         elif isinstance(item, tuple):
             for part in item:
                 self._keep(part, depth + 1)
-        elif isinstance(item, (torch.Generator, random.Random, np.random.Generator)):
+        elif has_content(item):
             self._note(item)
-            self._values.append((lambda: _generator_state(item), _generator_state(item)))
-            self._undo.append(_generator_undo(item))
-        elif isinstance(item, (bytearray, array.array, np.ndarray)):
-            if memoryview(item).nbytes <= MAX_ARRAY if not isinstance(item, np.ndarray) else item.nbytes <= MAX_ARRAY:
-                self._note(item)
-                values = copy.copy(item)
-                self._values.append((lambda: item, values))
-                self._undo.append(_array_undo(item, values))
+            before = content_of(item)
+            self._values.append((lambda: content_of(item), before))
+            self._undo.append(lambda: fill(item, before))
         elif is_python_object(item):
             self._note(item)
             self._keep(vars(item), depth)
@@ -196,13 +188,6 @@ class ModelState:
     def _note(self, item: Any) -> None:
         self._known.add(id(item))
         self._kept.append(item)
-
-
-def _array_undo(item: Any, before: Any) -> Callable[[], None]:
-    def undo() -> None:
-        item[... if isinstance(item, np.ndarray) else slice(None)] = before
-
-    return undo
 
 
 def kept_by(function: Any) -> tuple[Any, ...]:
@@ -237,8 +222,6 @@ def _is_library(function: FunctionType) -> bool:
 
 
 def _equal(now: Any, before: Any) -> bool:
-    if isinstance(now, np.ndarray):
-        return bool(np.array_equal(now, before))
     if isinstance(now, torch.Tensor):
         return now.shape == before.shape and torch.equal(now, before)
     return bool(now == before)
@@ -266,26 +249,6 @@ def _container_undo(container: Any, before: Any) -> Callable[[], None]:
     def undo() -> None:
         container.clear()
         container.extend(before) if isinstance(container, (list, deque)) else container.update(before)
-
-    return undo
-
-
-def _generator_state(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    return generator.getstate() if isinstance(generator, random.Random) else generator.bit_generator.state
-
-
-def _generator_undo(generator: Any) -> Callable[[], None]:
-    before = _generator_state(generator)
-
-    def undo() -> None:
-        if isinstance(generator, torch.Generator):
-            generator.set_state(before)
-        elif isinstance(generator, random.Random):
-            generator.setstate(before)
-        else:
-            generator.bit_generator.state = before
 
     return undo
 

@@ -18,11 +18,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from partitioner.absent import Absent
+from partitioner.contents import content_of, fill
 from partitioner.errors import UnsupportedModelError
 from partitioner.glance import Glance
 from partitioner.logbook import Arguments, Decoder, Encoder, Made, is_sendable, left_name, pickled, withheld_in
@@ -281,7 +281,7 @@ class SharedState:
                 filled.add(id(held))
                 with torch.no_grad():
                     if not isinstance(held, torch.Tensor):
-                        np.copyto(held, value)
+                        fill(held, value)
                     elif become(held, value.clone()):
                         torch.autograd.graph.increment_version(held)
                     else:
@@ -309,7 +309,8 @@ class SharedState:
         if change.now is GONE:
             return (*label, None, ())
         encoder = Encoder(self._given(), {} if change.content else self._own_names)
-        code = encoder(change.now)
+        is_array = change.content and not isinstance(change.now, torch.Tensor)
+        code = encoder(content_of(change.now) if is_array else change.now)
         problem = withheld_in(code)
         is_captured = place.attribute_of(key) in self._by_layers
         names = [

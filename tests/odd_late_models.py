@@ -6,9 +6,13 @@ travel with what is sent; where it comes after the reader, `back`, that stage ha
 
 from __future__ import annotations
 
+import array
 import dataclasses
 import itertools
+import queue
+import random
 from argparse import Namespace
+from collections import ChainMap, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -120,6 +124,20 @@ def _tensor_holder() -> Holder:
     return holder
 
 
+def _objects() -> np.ndarray:
+    found = np.empty(2, dtype=object)
+    found[:] = ["near", None]
+    return found
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def _drawn_without_moving(generator: torch.Generator) -> torch.Tensor:
+    return torch.rand(D, generator=torch.Generator().set_state(generator.get_state()))
+
+
 KINDS: dict[str, Kind] = {
     "float": Kind(Holder, lambda h: setattr(h, "value", 3.0), lambda h: h.value),
     "int": Kind(Holder, lambda h: setattr(h, "value", 3), lambda h: h.value),
@@ -146,6 +164,18 @@ KINDS: dict[str, Kind] = {
     "attribute_of_a_dict": Kind(Table, lambda t: setattr(t, "scale", 3.0), lambda t: t.scale),
     "attribute_of_a_list": Kind(Rows, lambda t: setattr(t, "scale", 3.0), lambda t: t.scale),
     "array": Kind(lambda: np.ones(2), lambda a: a.fill(3.0), lambda a: float(a[0])),
+    "large_array": Kind(lambda: np.ones(1 << 14), lambda a: a.fill(3.0), lambda a: float(a[-1])),
+    "array_of_objects": Kind(_objects, lambda a: a.__setitem__(1, "far"), lambda a: 3.0 if a[1] == "far" else 1.0),
+    "bytearray": Kind(lambda: bytearray(3), lambda b: b.__setitem__(0, 3), lambda b: float(b[0])),
+    "array_array": Kind(lambda: array.array("d", [1.0]), lambda a: a.append(3.0), lambda a: a[-1]),
+    "deque": Kind(lambda: deque([1.0], maxlen=1), lambda d: d.append(3.0), lambda d: d[-1]),
+    "queue": Kind(queue.Queue, lambda q: q.put(3.0), lambda q: 1.0 + q.qsize()),
+    "chain_map": Kind(lambda: ChainMap({"scale": 1.0}), lambda m: m.update(scale=3.0), lambda m: m["scale"]),
+    "torch_generator": Kind(_generator, lambda g: torch.rand(3, generator=g), _drawn_without_moving),
+    "python_generator": Kind(lambda: random.Random(0), lambda g: g.random(), lambda g: g.getstate()[1][-1] / 99),
+    "numpy_generator": Kind(
+        lambda: np.random.default_rng(0), lambda g: g.random(), lambda g: g.bit_generator.state["state"]["state"] % 7
+    ),
     "closure": Kind(_closure, lambda c: c[0](), lambda c: c[1]()),
     "cache_by_shape": Kind(dict, lambda d: d.update({(4, D): torch.full((D,), 3.0)}), lambda d: d.get((4, D), 1.0)),
 }
