@@ -228,11 +228,12 @@ class CostGraph(Shown):
         tensor, at, _ = flows.received.T
         source, target = (np.searchsorted(edges, places, side="right") for places in (flows.producer[tensor], at))
         num_stages = len(cuts) + 1
-        sent = np.unique(np.column_stack((tensor, source, target))[source < target], axis=0)  # once to each stage
-        pairs, pair = np.unique(sent[:, 1] * num_stages + sent[:, 2], return_inverse=True)
+        sent = (tensor * num_stages + source) * num_stages + target
+        tensor, pair = np.divmod(np.unique(sent[source < target]), num_stages**2)  # once to each stage
+        pairs, pair = np.unique(pair, return_inverse=True)
         num_bytes = interpolated(self.profile.microbatch_sizes, flows.bytes_at, samples)
-        forward = np.bincount(pair, num_bytes[sent[:, 0]], len(pairs))
-        backward = np.bincount(pair, (num_bytes * flows.gradient)[sent[:, 0]], len(pairs))
+        forward = np.bincount(pair, num_bytes[tensor], len(pairs))
+        backward = np.bincount(pair, (num_bytes * flows.gradient)[tensor], len(pairs))
         return tuple(
             StageTransfer(number // num_stages, number % num_stages, there, back)
             for number, there, back in zip(pairs.tolist(), forward.tolist(), backward.tolist(), strict=True)
