@@ -11,8 +11,9 @@ from __future__ import annotations
 import ctypes
 import itertools
 import sys
-from collections.abc import Iterable, Sequence
-from operator import attrgetter, ne
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from operator import itemgetter, ne
 from typing import Any
 
 import torch
@@ -24,21 +25,20 @@ from partitioner.structures import are_same_objects
 _OFFSET = object.__basicsize__ + ctypes.sizeof(ctypes.c_ssize_t)
 """Of a dict's number, behind how many items it has."""
 
-_value_of = attrgetter("value")
+
+def _number_at(table: dict[Any, Any]) -> int:
+    """Where the number of a dict lies."""
+    return id(table) + _OFFSET
 
 
-def _number_of(table: dict[Any, Any]) -> Any:
-    return ctypes.c_uint64.from_address(id(table) + _OFFSET)
-
-
-def _dict_of(owner: Any) -> Any:
+def _dict_at(owner: Any) -> int | None:
     """Where CPython keeps the address of the dict of an object's attributes; None where that is not there."""
     cls = type(owner)
     offset = _MANAGED_OFFSET if cls.__flags__ & _MANAGED_DICT else max(0, cls.__dictoffset__)
     if not offset:
         return None
     found = ctypes.c_uint64.from_address(id(owner) + offset)
-    return found if found.value == id(vars(owner)) else None
+    return id(owner) + offset if found.value == id(vars(owner)) else None
 
 
 _MANAGED_DICT, _MANAGED_OFFSET = 1 << 4, -3 * ctypes.sizeof(ctypes.c_void_p)
@@ -56,7 +56,7 @@ def _dicts_are_numbered() -> bool:
     changed: Any = _Some()
     changed.a = 1
     table = vars(changed)
-    number = _number_of(table)
+    number = ctypes.c_uint64.from_address(_number_at(table))
     seen = [number.value]
     for _ in range(20):  # often enough for the interpreter to take its shorter ways
         changed.a = object()
@@ -74,6 +74,32 @@ def _dicts_are_numbered() -> bool:
 
 
 _NUMBERED = _dicts_are_numbered()
+
+
+def _reader(places: Sequence[int]) -> Callable[[Any], tuple[int, ...]]:
+    """Gives the items of a sequence at these places."""
+    if len(places) == 1:
+        (place,) = places
+        return lambda words: (words[place],)
+    return itemgetter(*places) if places else lambda words: ()
+
+
+class _Words:
+    """Words of memory that lie anywhere, read without an object for each: looking at those would cost as much again."""
+
+    def __init__(self, addresses: Sequence[int]) -> None:
+        first, last = min(addresses, default=0), max(addresses, default=0)
+        self.places = [(address - first) // _WORD for address in addresses]
+        span = (ctypes.c_uint64 * ((last - first) // _WORD + 1)).from_address(first) if addresses else bytes(_WORD)
+        self.memory = memoryview(span).cast("B").cast("Q")
+        """All from the first to the last of them; only where they lie is it ever looked at."""
+        self._read = _reader(self.places)
+
+    def now(self) -> tuple[int, ...]:
+        return self._read(self.memory)
+
+
+_WORD = ctypes.sizeof(ctypes.c_uint64)
 
 
 class _Views:
@@ -94,22 +120,28 @@ class _Views:
 class Glance:
     """Several places as they are now."""
 
-    def __init__(self, places: Sequence[Watched], *, numbered: bool = _NUMBERED) -> None:
-        """`numbered`: whether to go by the numbers of dicts."""
+    def __init__(
+        self, places: Sequence[Watched], passing: Sequence[dict[str, Any]] = (), *, numbered: bool = _NUMBERED
+    ) -> None:
+        """`passing`: dicts that `passing_over` is about. `numbered`: whether to go by the numbers of dicts."""
         self._others = [one for one in places if one.arrays or one.place.views() is None]
         seen = [one for one in places if not one.arrays and one.place.views() is not None]
         owners = [one.place.owner for one in seen if hasattr(one.place.owner, "__dict__")]
-        words = [_dict_of(owner) if numbered else None for owner in owners]
-        self._owners = [owner for owner, word in zip(owners, words, strict=True) if word is None]
+        found = [_dict_at(owner) if numbered else None for owner in owners]
+        self._owners = [owner for owner, at in zip(owners, found, strict=True) if at is None]
         self._tables = tuple(map(vars, self._owners))
-        self._addresses = [word for word in words if word is not None]
+        addresses = [at for at in found if at is not None]
         dicts = [one.place.table() if numbered else None for one in seen]
         self._dicts = [one for one, table in zip(seen, dicts, strict=True) if table is not None]
         self._kept = [owners, list(map(vars, owners)), dicts]
         """So that nothing else comes to lie where it is read."""
-        self._numbers = [_number_of(table) for table in dicts if table is not None]
-        self._known_addresses = list(map(_value_of, self._addresses))
-        self._known = list(map(_value_of, self._numbers))
+        self._num_addresses = len(addresses)
+        self._words = _Words([*addresses, *(_number_at(table) for table in dicts if table is not None)])
+        """Of each owner the address of its dict, then the number of each dict."""
+        self._known = self._words.now()
+        at = {id(table): k for k, table in enumerate((table for table in dicts if table is not None), len(addresses))}
+        self._passing = [at[id(table)] for table in passing if id(table) in at]
+        self._read_passing = _reader([self._words.places[k] for k in self._passing])
         rest = [one for one, table in zip(seen, dicts, strict=True) if table is None]
         self._views = _Views([view for one in rest for view in one.place.views() or ()])
         self._tensors = [tensor for one in seen for _, tensor in one.tensors]
@@ -117,23 +149,37 @@ class Glance:
 
     def is_still(self) -> bool:
         """Whether all hold the very same objects, and tensors and arrays in them the same values."""
-        if list(map(_value_of, self._addresses)) != self._known_addresses:
-            return False
         if self._owners and not are_same_objects(tuple(map(vars, self._owners)), self._tables):
             return False
         if not self._views.is_still():
             return False
-        numbers = list(map(_value_of, self._numbers))
-        if numbers != self._known:
-            changed = itertools.compress(self._dicts, map(ne, numbers, self._known))
-            if not _are_untouched(changed):
+        now = self._words.now()
+        if now != self._known:
+            owners = self._num_addresses
+            if now[:owners] != self._known[:owners]:
                 return False
-            self._known = numbers
+            if not _are_untouched(itertools.compress(self._dicts, map(ne, now[owners:], self._known[owners:]))):
+                return False
+            self._known = now
         if not self._tensors and not self._others:
             return True
         with torch._C.DisableTorchFunction():
             versions = list(map(version, self._tensors))
         return versions == self._versions and _are_untouched(self._others)
+
+    @contextmanager
+    def passing_over(self) -> Iterator[None]:
+        """What the block does to those of the dicts that have not changed until then is no change.
+
+        The block must not run code of the model.
+        """
+        before = self._read_passing(self._words.memory)
+        yield
+        known = list(self._known)
+        for k, then, now in zip(self._passing, before, self._read_passing(self._words.memory), strict=True):
+            if known[k] == then:
+                known[k] = now
+        self._known = tuple(known)
 
 
 def _are_untouched(places: Iterable[Watched]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from partitioner.logbook import Entry
 from partitioner.profiles import Profile
 from partitioner.recording import ROOT
 from partitioner.shared import SharedState
-from partitioner.tracing import WatchedCall, unwrap
+from partitioner.tracing import WatchedCall, held, unwrap
 
 
 @dataclass
@@ -26,6 +27,8 @@ class Payload:
 
     header: bytes
     tensors: list[torch.Tensor]
+    is_given_away: bool = False
+    """Whether the forward that receives it may write into the tensors' memory, as nobody else looks at it."""
 
 
 class Flags(NamedTuple):
@@ -75,11 +78,11 @@ class Part:
         self.strangers: dict[int, str] = {}
         """Parameters and buffers of other stages."""
         ours = dict(self.model.named_parameters(remove_duplicate=False))
-        for held, tensors in (
+        for kept, tensors in (
             (profile.parameters, ours),
             (profile.buffers, dict(self.model.named_buffers(remove_duplicate=False))),
         ):
-            for one in held:
+            for one in kept:
                 if stage not in ({stage_of[layer] for layer in one.layers} or {0}) and one.names[0] in tensors:
                     self.strangers[id(tensors[one.names[0]])] = one.names[0]
         self.routes: dict[int, list[str]] = {}
@@ -116,8 +119,19 @@ class Part:
         if self.num_stages > 1 and (guarded or leaves_tensors):
             ids = [layer.id for layer in profile.layers]
             known = profile.attributes, profile.buffers
-            self.shared = SharedState(self.model, ids, *known, stage_of, stage, device, guarded=guarded, loss=loss)
+            passing = [vars(call.module) for call in self.calls]
+            self.shared = SharedState(
+                self.model, ids, *known, stage_of, stage, device, guarded=guarded, passing=passing, loss=loss
+            )
         self._headers: dict[int, tuple[bytes, Any]] = {}
+
+    def held(self) -> AbstractContextManager[None]:
+        """For several forwards: inside, what each of them would put in its place and take away again stays there."""
+        return held(self.calls, self.placing)
+
+    def placing(self) -> AbstractContextManager[None]:
+        """The block puts the watched calls on their modules, or takes them away: that is no change of state."""
+        return nullcontext() if self.shared is None else self.shared.passing_over()
 
     def opened_header(self, source: int, header: bytes) -> Any:
         """What a header says; the last one of each source is remembered."""

@@ -11,7 +11,7 @@ What the backward changes of them then stays changed, in what forwards since hav
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakSet
@@ -113,7 +113,9 @@ class Then:
 class Kept:
     """All that a model keeps in places, and what of it forwards change."""
 
-    def __init__(self, places: Iterable[Place]) -> None:
+    def __init__(self, places: Iterable[Place], passing: Sequence[dict[str, Any]] = ()) -> None:
+        """`passing`: see `Glance`."""
+        self._passing = passing
         self._watched = [Watched(place) for place in places if place.may_change]
         held = [value for one in self._watched for _, value in one.items if isinstance(value, torch.Tensor)]
         found = {id(tensor): tensor for tensor in held if not isinstance(tensor, nn.Parameter)}
@@ -121,7 +123,7 @@ class Kept:
         self._small = [one for one in self._tensors if one.nbytes < MAX_RELEASED and not one.is_meta]
         self._count_holders()
         self._versions = list(map(version, self._tensors))
-        self._glance = Glance(self._watched)
+        self._glance = Glance(self._watched, self._passing)
         self._values: dict[tuple[int, Any], tuple[Place, Any]] = {}
         self._moving: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._contents = {id(one): one.clone() for one in self._tensors if one.nbytes <= MAX_BYTES}
@@ -144,12 +146,16 @@ class Kept:
                                 for pending in self._all:
                                     pending.add(one.place, change.key, change.before)
                             self._values[id(one.place), change.key] = (one.place, change.key)
-            self._glance = Glance(self._watched)
+            self._glance = Glance(self._watched, self._passing)
             now = {name: (place, key, _held(place, key)) for name, (place, key) in self._values.items()}
             self.latest = Then(now, list(self._moving.values()), self._all)
             self._count_holders()
             self._release()
         return self.latest
+
+    def passing_over(self) -> AbstractContextManager[None]:
+        """See `Glance.passing_over`."""
+        return self._glance.passing_over()
 
     def as_after(self, then: Then | None) -> AbstractContextManager[None]:
         """Inside: what forwards change is as it was after one of them."""

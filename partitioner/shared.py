@@ -15,7 +15,8 @@ more than one. A change that capture saw has no cut between it and those who rea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -54,8 +55,13 @@ class SharedState:
         *,
         guarded: bool = True,
         loss: Any = None,
+        passing: Sequence[dict[str, Any]] = (),
     ) -> None:
-        """`guarded`: whether changes are looked for, or only made as earlier stages tell of them."""
+        """`guarded`: whether changes are looked for, or only made as earlier stages tell of them.
+
+        `passing`: see `Glance`.
+        """
+        self._passing = passing
         self._guarded = guarded
         self._stage, self._device, self._model = stage, device, model
         self._reach = Reach(model, Masks(layers, stage_of).of, loss)
@@ -108,7 +114,7 @@ class SharedState:
         self._num_known = 0
         self._glance: Glance | None = None
         self._watch_new()
-        self.kept = Kept(self._reach.places.values())
+        self.kept = Kept(self._reach.places.values(), passing)
 
     def begin(self) -> None:
         """A forward begins: what is to be at its end as it is now is noted."""
@@ -192,6 +198,12 @@ class SharedState:
         """Whether nothing has changed since the last look: quick to tell."""
         return not self._guarded or (self._glance is not None and self._glance.is_still())
 
+    @contextmanager
+    def passing_over(self) -> Iterator[None]:
+        """See `Glance.passing_over`."""
+        with nullcontext() if self._glance is None else self._glance.passing_over(), self.kept.passing_over():
+            yield
+
     def mark(self) -> None:
         """What changed until now is as it should be."""
         if self.is_still():
@@ -200,7 +212,7 @@ class SharedState:
             for watched in self._watched:
                 if watched.is_touched():
                     self._follow(watched.changes())
-            self._glance = Glance(self._watched)
+            self._glance = Glance(self._watched, self._passing)
 
     def move_to(self, stage: int, layers: Sequence[str]) -> None:
         """Look from now on as that stage does, of which these are the layers."""
@@ -229,7 +241,7 @@ class SharedState:
                 if watched.is_touched():
                     found += watched.changes()
             self._follow(found)
-            self._glance = Glance(self._watched)
+            self._glance = Glance(self._watched, self._passing)
         sent = []
         self.is_moving = self.is_moving or bool(found)
         for change in found:

@@ -139,7 +139,7 @@ def chain(
 
 def _sent(payload: Payload) -> Payload:
     copies = [torch.empty(t.shape, dtype=t.dtype, device=t.device).copy_(t.detach()) for t in payload.tensors]
-    return Payload(payload.header, copies)
+    return Payload(payload.header, copies, is_given_away=True)
 
 
 def gradients_of(run: SliceRun, source: int) -> list[torch.Tensor | None]:

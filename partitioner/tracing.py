@@ -25,7 +25,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FunctionType
 from typing import Any, NamedTuple, TypeVar
 
@@ -164,6 +164,10 @@ class Watcher(ABC):
         """
         return _Functions(self)
 
+    def placing(self) -> AbstractContextManager[None]:
+        """The block puts the watched calls on their modules, or takes them away."""
+        return nullcontext()
+
     def enter(self, path: str) -> str:
         """Count a call of the module at `path`; its id."""
         k = self.num_calls.get(path, 0)
@@ -233,13 +237,15 @@ class Watcher(ABC):
 class _Here:
     """Who watches a thread."""
 
-    __slots__ = ("counting", "stance", "started", "untold", "watcher")
+    __slots__ = ("counting", "held", "stance", "started", "untold", "watcher")
 
     def __init__(self) -> None:
         self.watcher: Watcher | None = None
         self.started: Watcher | None = None
         """That of the forward under way, also where its code is not told of."""
         self.counting: Watcher | None = None
+        self.held: tuple[Sequence[WatchedCall], ...] = ()
+        """Calls that stand in their places whether or not somebody watches."""
         self.stance: Any = None
         """That of torch.compile outside of the watching; None where there is nothing compiled."""
         self.untold = 0
@@ -375,6 +381,11 @@ def _watched_apply(function: type[torch.autograd.Function], *args: Any, **kwargs
         return watcher.on_function(f"apply {function.__qualname__}", run_hidden, args, kwargs)
 
 
+def applied(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """`function.apply(*args)`, of which nobody is told."""
+    return _apply.__get__(None, function)(*args)
+
+
 def _watched_script(function: Any, *args: Any, **kwargs: Any) -> Any:
     """A function compiled by TorchScript bypasses the function mode too."""
     watcher = _current.here.watcher
@@ -492,10 +503,11 @@ class _Patch:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.watchers: list[Watcher] = []
+        self.num_users = 0
 
-    def enter(self, watcher: Watcher) -> None:
-        self.watchers.append(watcher)
-        if len(self.watchers) > 1:
+    def enter(self) -> None:
+        self.num_users += 1
+        if self.num_users > 1:
             return
         torch.autograd.Function.apply = classmethod(_watched_apply)  # type: ignore[method-assign, assignment]
         torch.jit.ScriptFunction.__call__ = _watched_script  # type: ignore[method-assign, assignment]
@@ -508,9 +520,9 @@ class _Patch:
         checkpointing._checkpoint_hook.__enter__ = _watched_hook_enter  # type: ignore[method-assign]
         checkpointing._checkpoint_hook.__exit__ = _watched_hook_exit  # type: ignore[method-assign]
 
-    def leave(self, watcher: Watcher) -> None:
-        self.watchers.remove(watcher)
-        if not self.watchers:
+    def leave(self) -> None:
+        self.num_users -= 1
+        if not self.num_users:
             torch.autograd.Function.apply = _apply  # type: ignore[method-assign]
             torch.jit.ScriptFunction.__call__ = _script_call  # type: ignore[method-assign]
             for owner, name, transform in _TRANSFORMS:
@@ -526,23 +538,44 @@ _patch = _Patch()
 
 
 @contextmanager
-def watching(watcher: Watcher) -> Iterator[None]:
-    """Tell `watcher` of what happens on this thread, until the block ends in whatever way."""
-    if _current.here.watcher is not None:
-        raise RuntimeError("a forward is watched already on this thread")
-    with _patch.lock:
-        _patch.enter(watcher)
-        entered = [call.enter() for call in watcher.calls]
-    _current.here.watcher = _current.here.started = watcher
+def held(
+    calls: Sequence[WatchedCall], placing: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> Iterator[None]:
+    """Inside: what watching these calls on this thread replaces stays in its place, from one watcher to the next.
+
+    In between it does as if it were not there. `placing`: the context in which the calls are put on their modules, and
+    are taken away.
+    """
+    here, before = _current.here, _current.here.held
+    with _patch.lock, placing():
+        _patch.enter()
+        entered = [call.enter() for call in calls]
+    here.held = (*before, calls)
     try:
-        with _eager(), watcher.functions:
-            yield
+        yield
     finally:
-        _current.here.watcher = _current.here.started = None
-        with _patch.lock:
-            _patch.leave(watcher)
+        here.held = before
+        with _patch.lock, placing():
+            _patch.leave()
             for one in entered:
                 one.leave()
+
+
+@contextmanager
+def watching(watcher: Watcher) -> Iterator[None]:
+    """Tell `watcher` of what happens on this thread, until the block ends in whatever way."""
+    here = _current.here
+    if here.watcher is not None:
+        raise RuntimeError("a forward is watched already on this thread")
+    with nullcontext() if any(calls is watcher.calls for calls in here.held) else held(watcher.calls, watcher.placing):
+        _patch.watchers.append(watcher)
+        here.watcher = here.started = watcher
+        try:
+            with _eager(), watcher.functions:
+                yield
+        finally:
+            here.watcher = here.started = None
+            _patch.watchers.remove(watcher)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import contextlib
 import pickle
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -37,7 +38,16 @@ from partitioner.restore import random_marks, random_states, set_random_states
 from partitioner.shared import Naming
 from partitioner.standins import StandIn, exchange, unrecorded
 from partitioner.structures import storage_of, tensors_in, tensors_within
-from partitioner.tracing import HOST_READS, AddedHook, Watcher, hook_name, in_transform, may_draw, unwatched
+from partitioner.tracing import (
+    HOST_READS,
+    AddedHook,
+    Watcher,
+    applied,
+    hook_name,
+    in_transform,
+    may_draw,
+    unwatched,
+)
 
 ALSO_CALLED = {
     "lt": "gt",
@@ -121,6 +131,9 @@ class Walk(Watcher):
             self.strayed |= flags.strayed
             if log is not None:
                 self.log, self.next_call, self.inputs_written = log, flags.next_call, flags.inputs_written
+
+    def placing(self) -> AbstractContextManager[None]:
+        return self.part.placing()
 
     def start(self) -> None:
         """The forward begins; that of the first stage with its own part."""
@@ -600,7 +613,7 @@ class Walk(Watcher):
                         value = strided_like(value, target)
                     if requires_grad and self.has_gradients:
                         leaf = value.requires_grad_()
-                        value = leaf.clone()
+                        value = applied(_Received, leaf) if self.received[source].is_given_away else leaf.clone()
                     leaves.append(leaf)
                     if target is not None and id(target) not in taken:
                         taken.add(id(target))
@@ -657,6 +670,18 @@ class Walk(Watcher):
         """The tensor of that name, if it is here and has values."""
         tensor = self.named.get(name, self.survivors.get(name))
         return None if isinstance(tensor, StandIn) else tensor
+
+
+class _Received(torch.autograd.Function):
+    """What stands in the forward for a leaf: the same memory, but a result, so that it may be written into."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
 
 
 def _written(name: str, given: Arguments) -> tuple[int, ...]:

@@ -139,3 +139,34 @@ def test_both_ways_to_look_say_the_same_of_changes_at_random(seed: int) -> None:
             ]
         )()
         assert numbered.is_still() == plain.is_still()
+
+
+def test_what_is_passed_over_is_no_change_and_all_else_is() -> None:
+    if not _dicts_are_numbered():
+        pytest.skip("dicts have no numbers here")
+    model = Model()
+    ours, other = vars(model.layer), vars(model)
+
+    def glance() -> Glance:
+        return Glance(seen(model), [ours])
+
+    look = glance()
+    with look.passing_over():
+        ours["_call_impl"] = print
+    assert look.is_still()
+    with look.passing_over():
+        del ours["_call_impl"]
+        other["plain"] = object()  # of another module
+    assert not look.is_still()
+
+    look = glance()
+    model.layer.rate = 2  # type: ignore[assignment]  # ahead of the block
+    with look.passing_over():
+        ours["_call_impl"] = print
+    assert not look.is_still()
+
+    look = glance()
+    with look.passing_over():
+        del ours["_call_impl"]
+    model.layer.rate = object()  # type: ignore[assignment]  # after it
+    assert not look.is_still()

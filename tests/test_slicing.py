@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import gc
 import random
 import weakref
+from collections import Counter
 
 import pytest
 import torch
@@ -20,8 +22,11 @@ from torch import nn
 
 from partitioner.capture import capture
 from partitioner.errors import UnsupportedModelError
+from partitioner.glance import Glance, _dicts_are_numbered
+from partitioner.parts import Payload
+from partitioner.reaching import Watched
 from partitioner.slicing import Slice, backward_through, chain, gradients_of
-from partitioner.tracing import unwrap
+from partitioner.tracing import WatchedCall, unwrap
 
 
 def captured_case(name: str, max_share: float) -> tuple[Case, object]:
@@ -423,3 +428,110 @@ def test_what_a_forward_made_goes_with_it_and_waits_for_no_garbage_collection(na
         assert kept and not [reference for reference in kept if reference() is not None]
     finally:
         gc.enable()
+
+
+class Deep(nn.Module):
+    """Blocks that change nothing, with modules inside that nobody calls for other stages."""
+
+    def __init__(self, num_blocks: int = 6) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(num_blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.sum()
+
+
+def deep_stages(num_stages: int = 3) -> tuple[Deep, list[Slice], torch.Tensor]:
+    """A model, its stages on copies of it, and inputs."""
+    model, x = Deep(), torch.randn(2, 4)
+    captured = capture(model, (x,), max_share=1 / 6)
+    cuts = [f"blocks.{2 * k}" for k in range(1, num_stages)]
+    stage_of = split(captured, cuts)
+    return model, [Slice(copy.deepcopy(model), captured, stage_of, stage) for stage in range(num_stages)], x
+
+
+def test_a_forward_that_changes_nothing_looks_at_no_place_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not _dicts_are_numbered():
+        pytest.skip("dicts have no numbers here")
+    _, slices, x = deep_stages()
+    counts: Counter[str] = Counter()
+
+    def counted(cls: type, name: str) -> None:
+        original = getattr(cls, name)
+
+        def call(*args: object, **kwargs: object) -> object:
+            counts[name] += 1
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(cls, name, call)
+
+    counted(Glance, "is_still")
+    counted(Watched, "is_touched")
+    counted(WatchedCall, "enter")
+    chain(slices, (x,), {})
+    counts.clear()
+    with contextlib.ExitStack() as held:
+        for part in slices:
+            held.enter_context(part.held())
+        assert counts.pop("enter") == sum(len(part.calls) for part in slices)
+        for _ in range(2):
+            chain(slices, (x,), {})
+    # a look after each of six layers; where a stage's own part begins, where it ends, and at what it has left
+    assert counts == {"is_still": 2 * (6 + 3 * 3)}
+
+
+def test_held_stages_give_the_same_and_leave_nothing_also_when_an_error_passes() -> None:
+    model, slices, x = deep_stages()
+    whole = model(x)
+    before = [dict(vars(module)) for part in slices for module in part.model.modules()]
+    with contextlib.ExitStack() as held:
+        for part in slices:
+            held.enter_context(part.held())
+        for _ in range(2):
+            runs, backward = chain(slices, (x,), {})
+            assert torch.equal(runs[-1].output, whole)
+            backward(runs[-1].output)
+        assert torch.equal(slices[0].model(x), whole)  # between forwards the model is its own
+    with pytest.raises(ZeroDivisionError), slices[0].held():
+        raise ZeroDivisionError
+    assert [dict(vars(module)) for part in slices for module in part.model.modules()] == before
+    assert torch.autograd.Function.apply.__name__ == "apply"
+
+
+class AddsThree(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.add_(3)
+
+
+class WritesFirst(nn.Module):
+    """Its second layer writes into what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), AddsThree(), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c(self.b(self.a(x))).sum()
+
+
+def test_what_is_given_away_is_written_into_and_other_payloads_stay_as_they_are() -> None:
+    model, x = WritesFirst(), torch.randn(2, 4)
+    captured = capture(model, (x,), max_share=1 / 3)
+    stage_of = split(captured, ["b"])
+    model(x).backward()
+    for given_away in (False, True):
+        slices = [Slice(copy.deepcopy(model), captured, stage_of, stage) for stage in range(2)]
+        run = slices[0].run((x,), {})
+        sent = Payload(run.sends[1].header, [run.sends[1].tensors[0].detach().clone()], given_away)
+        before = sent.tensors[0].clone()
+        last = slices[1].run((x,), {}, {0: sent})
+        assert torch.equal(sent.tensors[0], before) is not given_away
+        for part in slices:
+            part.model.zero_grad()
+        last.output.backward()
+        backward_through(run, {1: gradients_of(last, 0)})
+        for name, parameter in model.named_parameters():
+            stage = 0 if name.startswith("a") else 1
+            assert torch.equal(slices[stage].model.get_parameter(name).grad, parameter.grad), (given_away, name)

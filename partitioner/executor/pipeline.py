@@ -10,7 +10,7 @@ Sends return at once and receives wait, so any list that `check_schedule` accept
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -49,6 +49,10 @@ class WholeModel:
         """The model's output."""
         output = self._model(*args, **kwargs)
         return SliceRun(output, self._kept.end() if torch.is_grad_enabled() else None)
+
+    def held(self) -> AbstractContextManager[None]:
+        """As `Slice.held`."""
+        return nullcontext()
 
     def as_after(self, run: SliceRun) -> AbstractContextManager[None]:
         """As `Slice.as_after`."""
@@ -101,17 +105,18 @@ class Pipeline:
             orders = mesh.plan.actions()
         else:
             orders = build_schedule(mesh.plan.schedule, mesh.num_stages, count)
-        for action in orders[mesh.stage]:
-            self.now, k = action, action.microbatch
-            if action.kind == "B":
-                self._backward(step, k, count, shares[k])
-            elif mesh.is_last:
-                part, output = self._forward_with_loss(step, k, count, microbatches[k], shares[k])
-                total = part if total is None else total + part
-                if outputs is not None:
-                    outputs.append(map_tensors(output, torch.Tensor.detach, lambda _: None))
-            else:
-                self._forward("F", step, k, count, microbatches[k])
+        with self._part.held():
+            for action in orders[mesh.stage]:
+                self.now, k = action, action.microbatch
+                if action.kind == "B":
+                    self._backward(step, k, count, shares[k])
+                elif mesh.is_last:
+                    part, output = self._forward_with_loss(step, k, count, microbatches[k], shares[k])
+                    total = part if total is None else total + part
+                    if outputs is not None:
+                        outputs.append(map_tensors(output, torch.Tensor.detach, lambda _: None))
+                else:
+                    self._forward("F", step, k, count, microbatches[k])
         self.now = None
         for sender in (*(sender for some in self._to.values() for sender in some), *self._back_to.values()):
             sender.flush()
@@ -127,12 +132,13 @@ class Pipeline:
             for some in self._from.values():
                 some.of(mesh.turn).expect()
         counts = [len(mesh.ranks_in_turn(stage)) for stage in range(mesh.num_stages)]
-        for action in taking_turns(counts, count)[sum(counts[: mesh.stage]) + mesh.turn]:
-            self.now, k = action, action.microbatch
-            outputs[k] = self._forward("E", step, k, count, microbatches[k]).output
-            del self._runs[k]
-            for sender in senders:
-                sender.keep_at_most(mesh.num_stages)
+        with self._part.held():
+            for action in taking_turns(counts, count)[sum(counts[: mesh.stage]) + mesh.turn]:
+                self.now, k = action, action.microbatch
+                outputs[k] = self._forward("E", step, k, count, microbatches[k]).output
+                del self._runs[k]
+                for sender in senders:
+                    sender.keep_at_most(mesh.num_stages)
         self.now = None
         for sender in senders:
             sender.flush()
@@ -215,7 +221,8 @@ class Pipeline:
                 header, tensors = some.of(tag.microbatch).receive(tag)
             if later < count:
                 some.of(later).expect()
-            received[source] = Payload(header, [tensor for tensor in tensors if tensor is not None])
+            kept = [tensor for tensor in tensors if tensor is not None]
+            received[source] = Payload(header, kept, is_given_away=True)
         return received
 
     def _on_device(self, value: Any) -> Any:

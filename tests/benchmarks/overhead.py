@@ -1,23 +1,25 @@
 """What slicing adds to a forward: GPT-2 of 12 layers in stages against its plain forward, pair by pair.
 
-    python tests/benchmarks/overhead.py --stages 4 --rounds 40 --json overhead.json
+    python tests/benchmarks/overhead.py --batches 1 2 4 --stages 4 --rounds 40 --json overhead.json
 
 sum       all stages' forwards of one micro-batch one after another, against the plain forward
+fixed     the same in milliseconds: what is added is Python, a time for each stage that does not grow with the work
 prefix    of each stage, the time until its own part begins: with stand-ins for what is before it
+step      what each stage puts into its place once a step, for all of its micro-batches: in milliseconds, not in the sum
 
 The plain forward and all stages run in turns: plain, stages, plain, stages, ..., plain. A round is all stages against
-the mean of the plain forwards just before and just after, so that drift of the machine meets both alike. Times are
-seconds of this process on the processor (turns of other programs do not count, what they do to caches does), or on the
-clock where there are several threads. Memory that was freed stays with the process where its allocator is glibc's: else
-the kernel clears up to 100 MiB of pages again for whichever forward comes after one that gave much back, by chance.
-What is added is Python, a time for each stage and call that does not grow with the work: some 3 to 4 ms a stage here,
-so half of the width or of the batch doubles its share. Tensors pass between stages outside of the times. Given are the
-median over rounds and its 95 % interval (order statistics of the ratios: Conover, Practical Nonparametric Statistics).
+the mean of the plain forwards just before and just after, so that drift of the machine meets both alike. Each stage has
+modules of its own, as on a rank; their parameters are the same tensors. Tensors pass between stages outside of the
+times. Given are the median over rounds and its 95 % interval (order statistics: Conover, Practical Nonparametric
+Statistics), on the clock and in seconds of this process on the processor: turns of other programs do not count there,
+what they do to caches does. Memory that was freed stays with the process where its allocator is glibc's: else the
+kernel clears up to 100 MiB of pages again for whichever forward comes after one that gave much back, by chance.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import ctypes
 import itertools
 import json
@@ -25,14 +27,17 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import models
 import torch
 from side_by_side import possible_cuts, split
+from torch import nn
 
 from partitioner.capture import capture
 from partitioner.parts import Payload
@@ -40,14 +45,25 @@ from partitioner.slicing import Slice, _sent
 from partitioner.walking import Meter
 
 
+class Moment(NamedTuple):
+    """Seconds on the clock, and of this process on the processor."""
+
+    wall_s: float
+    processor_s: float
+
+    @classmethod
+    def now(cls) -> Moment:
+        return cls(time.perf_counter(), time.process_time())
+
+    def since(self, start: Moment) -> Moment:
+        return Moment(self.wall_s - start.wall_s, self.processor_s - start.processor_s)
+
+
 class Begins(Meter):
     """When a stage's own part begins."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.clock, self.at = clock, 0.0
-
     def begin(self, received: dict[str, torch.Tensor], around: dict[str, torch.Tensor]) -> None:
-        self.at = self.clock()
+        self.at = Moment.now()
 
 
 def interval(values: Sequence[float]) -> tuple[float, float, float]:
@@ -76,11 +92,89 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """malloc.h"""
 
 
+def with_own_modules(model: nn.Module) -> nn.Module:
+    """A copy of the model that has the very same parameters and buffers."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+
+
+class Rounds(NamedTuple):
+    """Times of all rounds; of plain forwards there is one more."""
+
+    plain: list[Moment]
+    stages: list[list[Moment]]
+    prefixes: list[list[Moment]]
+    steps: list[Moment]
+
+    @classmethod
+    def of(cls, model: nn.Module, slices: Sequence[Slice], kwargs: dict[str, Any], rounds: int) -> Rounds:
+        found = cls([], [[] for _ in slices], [[] for _ in slices], [])
+
+        def plain() -> Moment:
+            start = Moment.now()
+            output = model(**kwargs)
+            spent = Moment.now().since(start)
+            del output
+            return spent
+
+        with ExitStack() as held:
+            for part in slices:
+                for _ in range(3):
+                    start = Moment.now()
+                    with part.held():
+                        pass
+                    found.steps.append(Moment.now().since(start))
+                held.enter_context(part.held())
+            for repeat in range(-3, rounds):
+                runs: list[Any] = []
+                if repeat == 0:
+                    found.plain.append(plain())
+                for stage, part in enumerate(slices):
+                    received: dict[int, Payload] = {source: _sent(runs[source].sends[stage]) for source in part.sources}
+                    begins = Begins()
+                    start = Moment.now()
+                    runs.append(part.run((), kwargs, received, meter=begins))
+                    stop = Moment.now()
+                    if repeat >= 0:
+                        found.stages[stage].append(stop.since(start))
+                        found.prefixes[stage].append(begins.at.since(start))
+                del runs
+                after = plain()
+                if repeat >= 0:
+                    found.plain.append(after)
+        return found
+
+    def rows(self, clock: int) -> list[Row]:
+        """Of one of the two clocks."""
+        around = [(before[clock] + after[clock]) / 2 for before, after in itertools.pairwise(self.plain)]
+        sums = [sum(moment[clock] for moment in one) for one in zip(*self.stages, strict=True)]
+        found = [
+            Row("sum of stages", "ratio", *interval([s / p - 1 for s, p in zip(sums, around, strict=True)])),
+            Row("fixed", "ms", *interval([1e3 * (s - p) for s, p in zip(sums, around, strict=True)])),
+        ]
+        for stage, times in enumerate(self.prefixes):
+            shares = [moment[clock] / p for moment, p in zip(times, around, strict=True)]
+            found.append(Row(f"prefix of stage {stage}", "ratio", *interval(shares)))
+        return [*found, Row("a stage's step", "ms", *interval([1e3 * moment[clock] for moment in self.steps]))]
+
+
+class Row(NamedTuple):
+    what: str
+    unit: str
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        if self.unit == "ms":
+            return f"{self.median:+6.2f} [{self.low:+6.2f}, {self.high:+6.2f}] ms"
+        return f"{self.median:+7.2%} [{self.low:+7.2%}, {self.high:+7.2%}]"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--stages", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4], help="samples of a micro-batch")
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--rounds", type=int, default=40)
@@ -89,57 +183,38 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     keep_memory()
-    clock = time.process_time if options.threads == 1 else time.perf_counter
-    case = models.build(
-        "gpt2", batch=options.batch, layers=options.layers, width=options.width, length=options.length, vocabulary=1000
-    )
-    kwargs = case.kwargs or {}
-    captured = capture(case.model, (), kwargs, max_share=1 / 40)
-    cuts = blocks_cut(possible_cuts(captured), options.stages, options.layers)
-    stage_of = split(captured, cuts)
-    slices = [Slice(case.model, captured, stage_of, stage) for stage in range(options.stages)]
-    plain_s: list[float] = []
-    stage_s: list[list[float]] = [[] for _ in slices]
-    prefix_s: list[list[float]] = [[] for _ in slices]
-
-    def plain() -> float:
-        start = clock()
-        output = case.model(**kwargs)
-        seconds = clock() - start
-        del output
-        return seconds
-
-    for repeat in range(-3, options.rounds):
-        runs = []
-        if repeat == 0:
-            plain_s.append(plain())
-        for stage, part in enumerate(slices):
-            received: dict[int, Payload] = {source: _sent(runs[source].sends[stage]) for source in part.sources}
-            begins = Begins(clock)
-            start = clock()
-            runs.append(part.run((), kwargs, received, meter=begins))
-            stop = clock()
-            if repeat >= 0:
-                stage_s[stage].append(stop - start)
-                prefix_s[stage].append(begins.at - start)
-        del runs
-        after = plain()
-        if repeat >= 0:
-            plain_s.append(after)
-    around_s = [(before + after) / 2 for before, after in itertools.pairwise(plain_s)]
-    sums = [sum(times) / whole - 1 for *times, whole in zip(*stage_s, around_s, strict=True)]
-    forward = statistics.median(plain_s)
-    print(f"plain forward {forward * 1e3:.1f} ms; cut before {', '.join(cuts)}; {options.rounds} rounds")
-    rows = [("sum of stages", *interval(sums))]
-    for stage, times in enumerate(prefix_s):
-        rows.append(
-            (f"prefix of stage {stage}", *interval([t / whole for t, whole in zip(times, around_s, strict=True)]))
+    sizes = []
+    for batch in options.batches:
+        case = models.build(
+            "gpt2", batch=batch, layers=options.layers, width=options.width, length=options.length, vocabulary=1000
         )
-    for name, middle, low, high in rows:
-        print(f"{name:18} {middle:+7.2%}   95 % interval of the median {low:+7.2%} to {high:+7.2%}")
+        kwargs = case.kwargs or {}
+        captured = capture(case.model, (), kwargs, max_share=1 / 40)
+        cuts = blocks_cut(possible_cuts(captured), options.stages, options.layers)
+        stage_of = split(captured, cuts)
+        slices = [Slice(with_own_modules(case.model), captured, stage_of, stage) for stage in range(options.stages)]
+        rounds = Rounds.of(case.model, slices, kwargs, options.rounds)
+        plain = [statistics.median(moment[clock] for moment in rounds.plain) for clock in (0, 1)]
+        print(
+            f"\nplain forward {plain[0] * 1e3:.1f} ms, {plain[1] * 1e3:.1f} ms on the processor; "
+            f"cut before {', '.join(cuts)}; {options.rounds} rounds"
+        )
+        print(f"{'':18} {'on the clock':40} on the processor")
+        rows = [rounds.rows(clock) for clock in (0, 1)]
+        for wall, processor in zip(*rows, strict=True):
+            print(f"{wall.what:18} {wall!s:40} {processor}")
+        sizes.append(
+            {
+                "batch": batch,
+                "plain_s": plain[0],
+                "plain_processor_s": plain[1],
+                "cuts": cuts,
+                "rows": [row._asdict() for row in rows[0]],
+                "processor_rows": [row._asdict() for row in rows[1]],
+            }
+        )
     if options.json:
-        found = [{"what": name, "median": middle, "low": low, "high": high} for name, middle, low, high in rows]
-        options.json.write_text(json.dumps({"plain_s": forward, "cuts": cuts, "rows": found}, indent=1))
+        options.json.write_text(json.dumps({"sizes": sizes}, indent=1))
 
 
 if __name__ == "__main__":
