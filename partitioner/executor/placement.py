@@ -21,6 +21,7 @@ from torch import nn
 from partitioner.capture import fingerprint
 from partitioner.errors import ArgumentError, PlanMismatchError
 from partitioner.executor.mesh import Mesh
+from partitioner.executor.placeholders import is_placeholder, make_placeholder, stands_in, stands_in_no_more
 from partitioner.executor.weights import Weights
 from partitioner.plan import Plan
 from partitioner.recording import ROOT
@@ -62,7 +63,8 @@ class Placement:
         self._near = near
         if weights is None:
             self._refuse_placeholders()
-        self._take_over(None if weights is None else Weights(weights))
+        with torch._C.DisableTorchFunctionSubclass():
+            self._take_over(None if weights is None else Weights(weights))
         parameters = dict(self.model.named_parameters())
         self.own: dict[str, nn.Parameter] = {
             name: parameter for name, parameter in parameters.items() if stage in self.owners[self._first[name]]
@@ -119,7 +121,7 @@ class Placement:
         lost = [
             first
             for first, owners in self.owners.items()
-            if self.stage in owners and _is_placeholder(self.model.get_parameter(first))
+            if self.stage in owners and is_placeholder(self.model.get_parameter(first))
         ]
         if lost:
             raise ArgumentError(
@@ -153,14 +155,19 @@ class Placement:
                 value = weights.read(names, parameter) if own and weights is not None else None
                 if own and value is None:
                     value = parameter.data
-                data = _placeholder(parameter, self._device) if value is None else value.to(self._device)
+                data = make_placeholder(parameter, self._device) if value is None else value.to(self._device)
+                stands_in_no_more(parameter)
                 if not parameter.is_meta:
                     parameter.data = data
                     parameter.grad = parameter.grad if own else None
+                    if not own:
+                        stands_in(parameter, first, self.owners[first][0])
                     continue
                 made = nn.Parameter(data, requires_grad=parameter.requires_grad)
                 vars(made).update(vars(parameter))
                 made.__class__ = type(parameter)
+                if not own:
+                    stands_in(made, first, self.owners[first][0])
                 for module, name in places[id(parameter)]:
                     setattr(module, name, made)
             self._take_over_buffers(weights)
@@ -172,12 +179,14 @@ class Placement:
         for name, buffer in list(self.model.named_buffers(remove_duplicate=False)):
             module = self.model.get_submodule(name.rpartition(".")[0])
             if self.stage not in self.buffer_owners.get(name, (self.stage,)):
-                placeholder = _placeholder(buffer, self._device)
+                placeholder = make_placeholder(buffer, self._device)
                 if buffer.is_meta:
                     module._buffers[name.rpartition(".")[2]] = known.setdefault(id(buffer), placeholder)
+                    stands_in(known[id(buffer)], name, self.buffer_owners[name][0])
                 elif id(buffer) not in known:
                     known[id(buffer)] = buffer
                     buffer.data = placeholder
+                    stands_in(buffer, name, self.buffer_owners[name][0])
                 continue
             value = known.get(id(buffer))
             if value is None and weights is not None:
@@ -251,22 +260,6 @@ def _built_without_parameters(factory: Callable[[], nn.Module]) -> nn.Module:
         return unwrap(factory())
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
-def _placeholder(parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The parameter's shape over one single value: NaN, or the least there is."""
-    dtype = parameter.dtype
-    if dtype.is_floating_point or dtype.is_complex:
-        value: float = float("nan")
-    else:
-        value = 0 if dtype == torch.bool else torch.iinfo(dtype).min
-    return torch.full((), value, dtype=dtype, device=device).expand(parameter.shape)
-
-
-def _is_placeholder(parameter: torch.Tensor) -> bool:
-    if parameter.is_meta or not parameter.numel() or (parameter.numel() > 1 and set(parameter.stride()) != {0}):
-        return False
-    return bool(parameter.detach()[(0,) * parameter.dim()].isnan())
 
 
 def _places(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from partitioner.actions import check_schedule
 from partitioner.errors import ArgumentError, NotBuiltError, SetupError, expect
+from partitioner.executor.afterwards import Afterwards
 from partitioner.executor.agreement import digest, refuse_differing, refuse_other_order
 from partitioner.executor.division import Division
 from partitioner.executor.failures import Failures
@@ -145,6 +146,7 @@ class LiveStage:
         randomness = Randomness(self._seed, mesh.stage, mesh.replica, mesh.device)
         self._pipeline = Pipeline(mesh, part, loss, randomness, self._recorder, self._reduction, replicas)
         failures.watch(placement.model, self._pipeline)
+        self._afterwards = Afterwards(placement.model, placement.own, plan.stage_of())
         self._keep_output = keep_output
         self._outputs: tuple[list[Any], list[int], list[float]] | None = None
         self._num_calls = 0
@@ -249,6 +251,7 @@ class LiveStage:
         with self._failures.caught():
             self._refuse_inference()
             self._refuse_unfrozen()
+            self._afterwards.check()
             self._recorder.begin()
             microbatches, weights = self._prepared(inputs, target, self._loss)
             total, shares = self._shares(microbatches, weights)
@@ -263,6 +266,7 @@ class LiveStage:
             loss = self._agreed_loss(part if total else None)
             self._outputs = (outputs, [microbatch.samples for microbatch in microbatches], weights)
             self._num_steps += 1
+            self._afterwards.end()
             return loss
 
     def eval_step(self, inputs: Any) -> Any:
@@ -274,12 +278,14 @@ class LiveStage:
         is an ArgumentError there; what it leaves in plain Python for the next forward is not looked after.
         """
         with self._failures.caught(), torch.no_grad():
+            self._afterwards.check()
             if self.plan.training.objective != "train":
                 self._recorder.begin()
             self._reduction.refresh()
             microbatches, weights = self._prepared(inputs, None, self._own_loss)
             before = self._buffer_versions()
             outputs = self._pipeline.evaluate(self._num_calls, microbatches)
+            self._afterwards.end()
             if changed := [name for name, version in self._buffer_versions().items() if before.get(name) != version]:
                 raise ArgumentError(
                     f"the forward changed {len(changed)} buffers ({changed[0]}), which the ranks that take turns at "
