@@ -12,7 +12,7 @@ from plans import plan_of
 from torch import nn
 
 from partitioner.errors import ArgumentError
-from partitioner.executor.afterwards import Afterwards
+from partitioner.executor.afterwards import Afterwards, NoLocalNorm
 from partitioner.executor.placeholders import is_placeholder
 from partitioner.executor.placement import Placement
 
@@ -160,3 +160,19 @@ def test_hooks_of_two_stages_that_share_an_object_are_warned_of_once() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         watch.check()
+
+
+def test_a_norm_over_one_stages_gradients_is_refused_and_others_are_not() -> None:
+    placement, other = placed(), nn.Linear(2, 2)
+    for parameter in (*placement.own.values(), *other.parameters()):
+        parameter.grad = torch.ones_like(parameter)
+    watch = NoLocalNorm(placement.own)
+    watch.enter()
+    try:
+        assert float(nn.utils.clip_grad_norm_(other.parameters(), 1.0)) == pytest.approx(6**0.5)
+        for parameters in (placement.own.values(), placement.model.parameters()):
+            with pytest.raises(ArgumentError, match=r"call stage.clip_grad_norm_\(max_norm\)"):
+                nn.utils.clip_grad_norm_(parameters, 1.0)
+    finally:
+        watch.leave()
+    assert float(nn.utils.clip_grad_norm_(placement.own.values(), 1.0)) > 1

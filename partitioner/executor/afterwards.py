@@ -8,7 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.utils import clip_grad
 
 from partitioner.errors import ArgumentError
 from partitioner.structures import are_same_objects
@@ -97,6 +99,35 @@ class Afterwards:
         if around in self._stage_of:
             return {self._stage_of[around]}
         return {stage for layer, stage in self._stage_of.items() if not path or layer.startswith(f"{path}.")}
+
+
+class NoLocalNorm:
+    """While it is entered: torch.nn.utils.clip_grad_norm_ refuses gradients of one stage alone."""
+
+    def __init__(self, own: Mapping[str, nn.Parameter]) -> None:
+        self._own = own
+        self._norm: Any = None
+
+    def enter(self) -> None:
+        """The function that it asks for the norm is another."""
+        self._norm = getattr(clip_grad, "_get_total_norm", None)
+        if self._norm is not None:
+            clip_grad._get_total_norm = self._refuse_or_norm
+
+    def leave(self) -> None:
+        """As before, unless another stage has been entered since."""
+        if getattr(clip_grad, "_get_total_norm", None) == self._refuse_or_norm:
+            clip_grad._get_total_norm = self._norm
+
+    def _refuse_or_norm(self, tensors: Any, *how: Any, **named: Any) -> Any:
+        ours = {id(parameter.grad) for parameter in self._own.values() if parameter.grad is not None}
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        if any(id(tensor) in ours for tensor in tensors):
+            raise ArgumentError(
+                "torch.nn.utils.clip_grad_norm_ would take the norm over the gradients of this rank alone, another on "
+                "each stage: call stage.clip_grad_norm_(max_norm), which takes that of the whole model"
+            )
+        return self._norm(tensors, *how, **named)
 
 
 def _mutable(hook: Any) -> Iterable[Any]:

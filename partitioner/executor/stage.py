@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from partitioner.actions import check_schedule
 from partitioner.errors import ArgumentError, NotBuiltError, SetupError, expect
-from partitioner.executor.afterwards import Afterwards
+from partitioner.executor.afterwards import Afterwards, NoLocalNorm
 from partitioner.executor.agreement import digest, refuse_differing, refuse_other_order
 from partitioner.executor.division import Division
 from partitioner.executor.failures import Failures
@@ -147,6 +147,10 @@ class LiveStage:
         self._pipeline = Pipeline(mesh, part, loss, randomness, self._recorder, self._reduction, replicas)
         failures.watch(placement.model, self._pipeline)
         self._afterwards = Afterwards(placement.model, placement.own, plan.stage_of())
+        self._no_local_norm: NoLocalNorm | None = None
+        if plan.num_stages > 1 or self._division.divides:
+            self._no_local_norm = NoLocalNorm(placement.own)
+            self._no_local_norm.enter()
         self._keep_output = keep_output
         self._outputs: tuple[list[Any], list[int], list[float]] | None = None
         self._num_calls = 0
@@ -379,6 +383,8 @@ class LiveStage:
 
     def _leave(self) -> None:
         self._closed = True
+        if self._no_local_norm is not None:
+            self._no_local_norm.leave()
         self._recorder.close()
         self._recomputed.leave()
         self._pipeline.drop()
