@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import Dataset, DistributedSampler
 
 from partitioner.actions import check_schedule
-from partitioner.errors import ArgumentError, NotBuiltError, SetupError, expect
+from partitioner.errors import ArgumentError, NotBuiltError, SetupError, UnsupportedModelError, expect
 from partitioner.executor.afterwards import Afterwards, NoLocalNorm
 from partitioner.executor.agreement import digest, refuse_differing, refuse_other_order
 from partitioner.executor.division import Division
@@ -288,7 +288,15 @@ class LiveStage:
             self._reduction.refresh()
             microbatches, weights = self._prepared(inputs, None, self._own_loss)
             before = self._buffer_versions()
-            outputs = self._pipeline.evaluate(self._num_calls, microbatches)
+            try:
+                outputs = self._pipeline.evaluate(self._num_calls, microbatches)
+            except UnsupportedModelError as error:
+                if not self.module.training:
+                    error.args = (
+                        f"{error}. The plan was made from forwards in training; in evaluation a module that runs other "
+                        "code than there must be whole on one stage, or do in both the same calls of its layers",
+                    )
+                raise
             self._afterwards.end()
             if changed := [name for name, version in self._buffer_versions().items() if before.get(name) != version]:
                 raise ArgumentError(
