@@ -24,7 +24,7 @@ from partitioner.errors import UnsupportedModelError
 from partitioner.logbook import Arguments, Encoder, is_sendable, left_name, num_passed, sizes, version, withheld_in
 from partitioner.losses import Compared, LossFunction
 from partitioner.restore import modes, random_states
-from partitioner.structures import map_tensors, storage_of, tensors_in, tensors_within
+from partitioner.structures import map_tensors, storage_of, tensors_in
 from partitioner.tracing import HOST_READS, RETURNED, Watcher, hook_name, in_transform, may_draw, watching
 
 ROOT = "(whole model)"
@@ -339,8 +339,9 @@ class _Recorder(Watcher):
                 self.add(tensor, f"input:{k}", ())
 
     def note_output(self, output: Any) -> None:
+        """What is returned is used; of what other objects in it hold (a cache of keys and values) the loss tells."""
         with torch._C.DisableTorchFunction():
-            for tensor in tensors_within(output):
+            for tensor in tensors_in(output):
                 self.use(tensor)
 
     def note_loss(self, loss: Compared, output: Any) -> None:

@@ -249,28 +249,6 @@ def _collect(item: Any, found: list[torch.Tensor]) -> None:
                 _collect(part, found)
 
 
-def tensors_within(value: Any) -> list[torch.Tensor]:
-    """As `tensors_in`, and those that other objects hold in their attributes: distributions, results of a user's own.
-
-    Not of modules and classes, nor of what Python's own library makes.
-    """
-    found: list[torch.Tensor] = []
-    seen: set[int] = set()
-    waiting = [value]
-    while waiting:
-        item = waiting.pop()
-        if type(item) in _LEAVES or isinstance(item, (nn.Module, type)) or id(item) in seen:
-            continue
-        seen.add(id(item))
-        if isinstance(item, torch.Tensor):
-            found.append(item)
-        else:
-            theirs = type(item).__module__.partition(".")[0] in sys.stdlib_module_names - {"__main__"}
-            inside = opened(item) or (None if theirs else opened_object(item))
-            waiting += [] if inside is None else reversed(inside.parts)
-    return found
-
-
 def storage_of(tensor: torch.Tensor) -> int:
     """A number that tensors have in common when they share memory."""
     try:

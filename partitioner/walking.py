@@ -37,7 +37,7 @@ from partitioner.recording import ROOT
 from partitioner.restore import random_marks, random_states, set_random_states
 from partitioner.shared import Naming
 from partitioner.standins import StandIn, exchange, unrecorded
-from partitioner.structures import storage_of, tensors_in, tensors_within
+from partitioner.structures import storage_of, tensors_in
 from partitioner.tracing import (
     HOST_READS,
     AddedHook,
@@ -496,8 +496,8 @@ class Walk(Watcher):
                 )
 
     def refuse_stand_ins(self, output: Any) -> None:
-        """Everything that the model returns must have arrived."""
-        for tensor in tensors_within(output):
+        """Everything that the model returns must have arrived; what objects hold besides is missed when it is used."""
+        for tensor in tensors_in(output):
             if isinstance(tensor, StandIn):
                 raise UnsupportedModelError(
                     f"the output holds the tensor {tensor.label!r}, which an earlier stage made and did not send, as "

@@ -12,15 +12,21 @@ from odd_glue_models import GLUE, Stack, rows
 from odd_models import squares
 from side_by_side import difference, possible_cuts, run_cut, run_whole, split, stage_models
 
-from partitioner.capture import capture
+from partitioner.capture import Capture, capture
 from partitioner.errors import UnsupportedModelError
+from partitioner.losses import Loss
 
 NUM_STEPS = 7
 """Enough for the schedules of these models to move."""
 
 
+def captured_with_loss(case: Case) -> Capture:
+    loss = Loss(case.model, case.loss_fn, None).against(case.target)
+    return capture(case.model, case.args, max_share=0.0, loss=loss)
+
+
 def worst_over_steps(case: Case, cuts: list[str], layers: list[str] | None = None) -> float:
-    captured = capture(case.model, case.args, max_share=0.0)
+    captured = captured_with_loss(case)
     stage_of = split(captured, cuts)
     whole, models = copy.deepcopy(case.model), stage_models(case.model, captured, stage_of)
     worst = 0.0
@@ -33,7 +39,7 @@ def worst_over_steps(case: Case, cuts: list[str], layers: list[str] | None = Non
 @pytest.mark.parametrize("name", GLUE)
 def test_models_whose_own_code_does_more_are_cut_at_every_layer(name: str) -> None:
     case = GLUE[name]()
-    cuts = possible_cuts(capture(case.model, case.args, max_share=0.0))
+    cuts = possible_cuts(captured_with_loss(case))
     assert cuts
     for cut in cuts[:: 1 + len(cuts) // 4]:
         assert worst_over_steps(case, [cut]) < 1e-6, cut
@@ -64,3 +70,32 @@ def test_what_is_set_again_behind_the_cut_is_refused_where_the_next_forward_woul
     assert worst_over_steps(rows(SetAgain(lambda calls: 1.0), squares), ["layers.1"]) < 1e-6
     with pytest.raises(UnsupportedModelError, match=r"changes 'temperature' from 1\.0 to 2\.0, which stage 0 reaches"):
         worst_over_steps(case, ["layers.1"])
+
+
+class Kept:
+    """What a cache of keys and values is: an object that is returned and that no loss looks at."""
+
+    def __init__(self) -> None:
+        self.layers: list[torch.Tensor] = []
+
+
+class Caching(Stack):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Kept]:
+        cache = Kept()
+        for layer in self.layers:
+            cache.layers.append(x * 2)
+            x = torch.tanh(layer(x))
+        return x, cache
+
+
+@pytest.mark.parametrize(("reads", "sent"), [(False, 1), (True, 4)])
+def test_of_a_returned_object_only_what_the_loss_reads_is_sent(reads: bool, sent: int) -> None:
+    def loss_fn(output: tuple[torch.Tensor, Kept], target: None) -> torch.Tensor:
+        kept = output[1].layers if reads else []
+        return output[0].square().mean() + sum(tensor.square().mean() for tensor in kept)
+
+    case = rows(Caching(), loss_fn)
+    last = [tensor for tensor in captured_with_loss(case).tensors if "layers.3" in tensor.consumers]
+    # The first that is kept is made of the inputs, which every stage has.
+    assert len(last) == sent
+    assert worst_over_steps(case, ["layers.3"]) < 1e-6
