@@ -348,6 +348,9 @@ def _content(value: Any, depth: int = 2) -> list[Any]:
         return [repr(value.getstate())]
     if isinstance(value, np.random.Generator):
         return [repr(value.bit_generator.state)]
+    if isinstance(value, np.random.RandomState):
+        name, keys, *rest = value.get_state(legacy=True)
+        return [name, np.asarray(keys).tobytes(), *rest]
     if isinstance(value, (set, frozenset)):
         return [value, *sorted(map(id, value))]
     inside = opened(value)

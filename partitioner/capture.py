@@ -209,6 +209,7 @@ def _read_in_either(captured: Capture, other: Capture) -> tuple[Attribute, ...]:
             returns=one.returns and same.returns,
             set_first=one.set_first and same.set_first,
             adds=one.adds,
+            foretold=one.foretold or same.foretold,
         )
     return tuple(found.values())
 
@@ -696,11 +697,19 @@ class _Chooser:
                     there = self.zone(read)
                     if (there < here and not fresh) or (inside and there > here):
                         reason = f"the attribute {item.name!r} is changed in the forward and read on both sides"
-                        self.forbid(no_cut, min(here, there), max(here, there), reason)
+                        may_end = not inside and layer is None
+                        for k in range(min(here, there) + 1, max(here, there) + 1):
+                            if not (may_end and self.is_foretold(item, k)):
+                                self.forbid(no_cut, k - 1, k, reason)
                     elif there > here and node >= 0:
                         around = [node, *self.ancestors(node)] if layer is None else self.ancestors(layer)
                         keep_open |= {self.nodes[one].path for one in around if self.nodes[one].stop < read}
         return keep_open
+
+    def is_foretold(self, item: Changed, k: int) -> bool:
+        """Whether a stage that ends before layer k can tell what the rest of the forward makes of an attribute."""
+        name = item.name.rpartition(".")[2]
+        return self.chosen[k] in self.recording.foretold.get((item.owner, name), ())
 
     def attributes(self, ids: list[str]) -> tuple[Attribute, ...]:
         """What was read or changed of Python state, but for that of modules which a layer has for itself."""
@@ -709,7 +718,10 @@ class _Chooser:
         inside: dict[str, set[int]] = defaultdict(set)
         returns: dict[str, bool] = {}
         set_first: dict[str, bool] = {}
+        foretold: set[str] = set()
         for item in self.recording.held:
+            if any(self.is_foretold(item, k) for k in range(1, len(self.chosen))):
+                foretold.add(item.name)
             if item.writes:
                 returns[item.name] = self.returns(item) and returns.get(item.name, True)
             set_first[item.name] = item.is_set_first and set_first.get(item.name, True)
@@ -736,6 +748,7 @@ class _Chooser:
                     "set_first": set_first.get(name, False),
                     "inside": layers,
                 }
+                more["foretold"] = name in foretold
                 found.append(one.model_copy(update=more))
         for name, outside in self.recording.outside.items():
             zones = {self.zone(when) for when, _ in outside.writes}

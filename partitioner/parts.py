@@ -17,7 +17,7 @@ from partitioner.joining import base_name, joined, single, with_uncalled
 from partitioner.logbook import Entry
 from partitioner.profiles import Profile
 from partitioner.recording import ROOT
-from partitioner.shared import SharedState
+from partitioner.shared import SharedState, Told
 from partitioner.tracing import WatchedCall, held, unwrap
 
 
@@ -37,6 +37,7 @@ class Flags(NamedTuple):
     strayed: bool
     next_call: str
     inputs_written: bool
+    told: Told = ()
 
 
 class Part:

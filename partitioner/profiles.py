@@ -167,6 +167,8 @@ class Attribute(Frozen):
     """In training and in evaluation."""
     set_first: bool = False
     """Whether the forward sets it before it reads it."""
+    foretold: bool = False
+    """Whether code between layers sets it last, and stages that end before can tell to what; see `ending`."""
 
 
 class Profile(Shown, Frozen):

@@ -20,11 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from partitioner.attributes import Attribute, Attributes, Left, Outside, Place
+from partitioner.ending import Foretold, Key, foretold
 from partitioner.errors import UnsupportedModelError
 from partitioner.logbook import Arguments, Encoder, is_sendable, left_name, num_passed, sizes, version, withheld_in
 from partitioner.losses import Compared, LossFunction
 from partitioner.restore import modes, random_states
-from partitioner.structures import map_tensors, storage_of, tensors_in
+from partitioner.structures import is_same, map_tensors, storage_of, tensors_in
 from partitioner.tracing import HOST_READS, RETURNED, Watcher, hook_name, in_transform, may_draw, watching
 
 ROOT = "(whole model)"
@@ -151,6 +152,8 @@ class Recording:
     moments: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     """Moment -> how many torch functions ran then, the call that they ran in, and a checksum of their names."""
     clock: int = 0
+    foretold: dict[Key, set[int]] = field(default_factory=dict)
+    """By holder and name, the calls at whose beginning it could be told what the rest of the forward makes of it."""
 
 
 def record(
@@ -182,6 +185,7 @@ def record(
         if loss is not None:
             recorder.note_loss(loss, output)
         recorder.note_end()
+        recorder.note_foretold()
         del output
     if random_states() != states:
         recorder.recording.decisions.append(-1)
@@ -223,6 +227,8 @@ class _Recorder(Watcher):
         """Tensors with a graph of an earlier forward that the model keeps, by their ids."""
         self.kept_as: dict[int, str] = {}
         """Names of what the model keeps in attributes, likewise."""
+        self.told: dict[int, Foretold] = {}
+        """By call, what could be foretold at its beginning."""
         self.num_memories = 0
         self.regions: list[Region] = []
         """Checkpoints around."""
@@ -353,6 +359,17 @@ class _Recorder(Watcher):
         self.recording.moments.pop("(loss)", None)
         with torch._C.DisableTorchFunction():
             self.poll()
+
+    def note_foretold(self) -> None:
+        """Compare what was foretold at each call with what came."""
+        found: dict[Key, set[int]] = defaultdict(set)
+        with torch._C.DisableTorchFunction():
+            for number, told in self.told.items():
+                for key, (holder, name, value) in told.items():
+                    table = holder if type(holder) is dict else vars(holder)
+                    if name in table and is_same(table[name], value):
+                        found[key].add(number)
+        self.recording.foretold = dict(found)
 
     def note_end(self) -> None:
         for start, _ in self.switched:
@@ -575,6 +592,8 @@ class _Recorder(Watcher):
             node.whole = "it is compiled"
         elif module._backward_hooks or module._backward_pre_hooks:
             node.whole = "a backward hook is on it"
+        with torch._C.DisableTorchFunction():
+            self.told[number] = foretold()
         self.stack.append(number)
         self.at(f">{call_id}")
         recording.kernels.append((f"call {type(module).__name__} {module.training}", 0.0, 0.0))

@@ -24,6 +24,7 @@ from torch import nn
 
 from partitioner.absent import Absent
 from partitioner.contents import content_of, fill
+from partitioner.ending import Foretold
 from partitioner.errors import UnsupportedModelError
 from partitioner.glance import Glance
 from partitioner.logbook import Arguments, Decoder, Encoder, Made, is_sendable, left_name, pickled, withheld_in
@@ -34,6 +35,10 @@ from partitioner.structures import is_same, tensors_in
 
 Naming = Callable[[torch.Tensor, str, bool], str | None]
 """(tensor, what one left there is called, whether the captured forward left one) -> what it is sent as, "+" if new."""
+
+
+Told = tuple[tuple[str, str, Any, Any], ...]
+"""Kind and name of places, a name or key in each, and what a stage that ends early lets it hold."""
 
 
 def _unnamed(tensor: torch.Tensor, new: str, is_captured: bool) -> str | None:
@@ -82,6 +87,10 @@ class SharedState:
         }
         """What is at the end of a forward as it was at the start, or so much more; the last stage that changes it."""
         self._adds = {one.name: one.adds for one in attributes if one.returns and one.adds != (0, 0)}
+        self._foretold = {one.name for one in attributes if one.foretold}
+        """Attributes that code behind cuts changes, which earlier stages foretell."""
+        self._expected: dict[tuple[int, Any], tuple[Place, Any, Any]] = {}
+        """What the stage before has foretold for the end of this forward: by place and key."""
         self._start: list[tuple[Place, Any, Any]] = []
         self._set_later = {
             one.name
@@ -173,14 +182,34 @@ class SharedState:
             found += [(place, key) for key in keys]
         return found
 
-    def end(self, *, early: bool) -> Then | None:
+    def labelled(self, told: Foretold) -> Told:
+        """What was foretold, under names that are the same on every rank."""
+        found = [(self._reach.places.get(id(owner)), key, value) for owner, key, value in told.values()]
+        return tuple((one.kind, one.name, key, value) for one, key, value in found if one is not None)
+
+    def expect(self, told: Told) -> None:
+        """The stage's own part begins, and this is what the stage before has foretold and goes on with."""
+        self._expected = {(id(place.owner), key): (place, key, value) for place, key, value in self._told(told)}
+        self.is_moving = self.is_moving or bool(self._expected)
+
+    def _told(self, told: Told) -> list[tuple[Place, Any, Any]]:
+        if not self._guarded:
+            return []
+        found = [(self._by_label.get((kind, name)), key, value) for kind, name, key, value in told]
+        return [(place, key, value) for place, key, value in found if place is not None]
+
+    def end(self, *, early: bool, rest: Told = ()) -> Then | None:
         """Give back what the rest of the forward would have; where there is no rest, it must have happened.
 
-        What the stage's own copy of the model is like then, for the backward. UnsupportedModelError where something is
-        not given back, and earlier stages go on with another value.
+        `rest`: what was foretold of that. What the stage's own copy of the model is like then, for the backward.
+        UnsupportedModelError where something is not given back, and earlier stages go on with another value.
         """
+        told, (expected, self._expected) = self._told(rest), (self._expected, {})
+        known = {(id(place), key) for place, key, _ in told} | (set() if early else expected.keys())
         for place, key, before in self._start:
-            now, name = dict(place.items()).get(key, GONE), place.name_of(key)
+            if (id(place), key) in known:
+                continue
+            now, name = _held(place, key), place.name_of(key)
             last, adds = self._returning[name], self._adds.get(name, (0, 0))[0 if self._model.training else 1]
             after = before + adds if adds and type(before) is int else before
             if is_same(now, after) or self._stage > last:
@@ -192,6 +221,13 @@ class SharedState:
             readers = self._readers.get(place.name_of(key), place.readers_of(key))
             if readers & ((1 << self._stage) - 1):
                 raise UnsupportedModelError(self._refusal(change, "the forward", 0))
+        for place, key, value in told:
+            place.put(key, value)
+        for place, key, value in expected.values():
+            change = Change(place, key, value, _held(place, key))
+            earlier = self._readers_of(change) & ((1 << self._stage) - 1)
+            if earlier and not is_same(change.now, value):
+                raise UnsupportedModelError(self._refusal(change, "the forward", (earlier & -earlier).bit_length() - 1))
         return self.kept.end() if torch.is_grad_enabled() else None
 
     def is_still(self) -> bool:
@@ -247,7 +283,8 @@ class SharedState:
         for change in found:
             earlier = self._readers_of(change) & ((1 << self._stage) - 1)
             name = change.place.attribute_of(change.key)
-            if refusing and earlier and name not in self._ours:
+            is_captured = name in self._ours and (name not in self._foretold or name in self._returning)
+            if refusing and earlier and not is_captured and (id(change.place.owner), change.key) not in self._expected:
                 raise UnsupportedModelError(self._refusal(change, who, (earlier & -earlier).bit_length() - 1))
             if (self._readers_of(change) | self._all_readers_of(change)) >> (self._stage + 1):
                 sent.append(change)
@@ -411,6 +448,10 @@ class Masks:
             above = above.rpartition(".")[0]
             found = self._layers.get(above, 0)
         return found or self._all
+
+
+def _held(place: Place, key: Any) -> Any:
+    return dict(place.items()).get(key, GONE)
 
 
 def _bits(*stages: int) -> int:

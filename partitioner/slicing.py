@@ -89,7 +89,7 @@ class Slice(Part):
                 if walk.failure is not None:
                     raise walk.failure
                 walk.changes(f"the code after {walk.moment}" if walk.moment else "the code")
-                then = None if self.shared is None else self.shared.end(early=walk.ended)
+                then = None if self.shared is None else self.shared.end(early=walk.ended, rest=walk.rest)
             if meter is not None:
                 meter.end(walk.survivors)
             if self.stage + 1 == self.num_stages:

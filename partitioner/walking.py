@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from partitioner.ending import foretold
 from partitioner.errors import UnsupportedModelError
 from partitioner.logbook import (
     Arguments,
@@ -35,7 +36,7 @@ from partitioner.parts import Part, Payload
 from partitioner.reaching import Change
 from partitioner.recording import ROOT
 from partitioner.restore import random_marks, random_states, set_random_states
-from partitioner.shared import Naming
+from partitioner.shared import Naming, Told
 from partitioner.standins import StandIn, exchange, unrecorded
 from partitioner.structures import storage_of, tensors_in
 from partitioner.tracing import (
@@ -119,6 +120,10 @@ class Walk(Watcher):
         self.held_handles: list[AddedHook] = []
         """Handles of forward hooks that somebody held when the stage's part was over."""
         self.ended = False
+        self.rest: Told = ()
+        """What the part of the forward that is left out would set."""
+        self.told: Told = ()
+        """What the stage before would have set by then, and goes on with."""
         self.trying = False
         """Whether a transform ahead of the stage's own part is being run, to see whether all it uses is here."""
         self.strayed = False
@@ -131,6 +136,7 @@ class Walk(Watcher):
             self.strayed |= flags.strayed
             if log is not None:
                 self.log, self.next_call, self.inputs_written = log, flags.next_call, flags.inputs_written
+                self.told = flags.told
 
     def placing(self) -> AbstractContextManager[None]:
         return self.part.placing()
@@ -162,6 +168,9 @@ class Walk(Watcher):
     def stop(self, call_id: str) -> None:
         """The stage's part is over: what is alive now, and may be needed, must outlive the model's own references."""
         self.ended, self.stopped_at = True, call_id
+        if self.part.shared is not None:
+            with torch._C.DisableTorchFunction():
+                self.rest = self.part.shared.labelled(foretold())
         self.compare_names()
         self.held_handles = [hook for hook in self.hooks_added if hook.handle() is not None]
         self.keep_survivors()
@@ -625,6 +634,7 @@ class Walk(Watcher):
                 self.alive = {name: weakref.ref(tensor) for name, tensor in filled.items()}
         if self.part.shared is not None:
             self.part.shared.mark()
+            self.part.shared.expect(self.told)
         if self.meter is not None:
             self.meter.begin(filled, around)
 
@@ -657,7 +667,7 @@ class Walk(Watcher):
                         found[name] = tensor
             log = [tuple(entry) for entry in (*self.log, *self.own)] if target == self.part.stage + 1 else None
             names = tuple((name, tensor.requires_grad) for name, tensor in found.items())
-            header = pickled((names, log, (self.strayed, self.stopped_at, self.inputs_written)))
+            header = pickled((names, log, (self.strayed, self.stopped_at, self.inputs_written, self.rest)))
             if header is None:
                 raise UnsupportedModelError(
                     f"what stage {self.part.stage} did cannot be described to the next one: a value that the model "

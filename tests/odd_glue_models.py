@@ -5,9 +5,11 @@ Entries as in `odd_models`.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from functools import cached_property
 
+import numpy as np
 import torch
 from models import Case
 from odd_models import D, adding_to, lin
@@ -155,5 +157,87 @@ def layers_are_unfrozen() -> nn.Module:
                 for parameter in self.layers[:2].parameters():
                     parameter.requires_grad_(True)
             return self.run(x)
+
+    return Model()
+
+
+# -- what is counted at the end of a forward and read at its start
+
+
+@odd
+def counts_at_the_end() -> nn.Module:
+    class Model(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.run(x * (1 + 0.1 * self.calls))
+            self.calls += 1
+            return x
+
+    return Model()
+
+
+@odd
+def counts_in_a_method_that_is_called_at_the_end() -> nn.Module:
+    """Only in training, from two numbers that are kept, and another one every third time."""
+
+    class Model(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.schedule = {"rate": 1.0, "warm": 4}
+
+        def finish(self, x: torch.Tensor, step: int = 1) -> None:
+            if self.training:
+                self.calls += step
+                if self.calls % 3 == 0:
+                    self.schedule["rate"] = max(0.25, self.schedule["rate"] / 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rate = self.schedule["rate"] if self.calls < self.schedule["warm"] else -1.0
+            with torch.autocast("cpu", enabled=False):
+                for layer in self.layers:
+                    x = torch.tanh(layer(x)) + 0.1 * rate
+                self.finish(x)
+            return x.square()
+
+    return Model()
+
+
+@odd
+def counts_in_the_middle_of_an_inner_model() -> nn.Module:
+    """From a number worked out before, which is nowhere but in a variable; both models count."""
+
+    class Inner(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            following, x = self.calls + 1, x * (1 + 0.1 * self.calls)
+            x = torch.tanh(self.layers[1](torch.tanh(self.layers[0](x))))
+            self.calls = following
+            return torch.tanh(self.layers[3](torch.tanh(self.layers[2](x)))) / self.calls
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.head, self.seen = Inner(), nn.Sequential(lin(), nn.Tanh(), lin()), 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.head(self.inner(x / (1 + self.seen)))
+            self.seen = min(self.seen + 1, 3)
+            return x
+
+    return Model()
+
+
+# -- random numbers of the model's own
+
+
+@odd
+def generators_of_its_own() -> nn.Module:
+    """One of each kind, drawn from before the first layer."""
+
+    class Model(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.old, self.new, self.plain = np.random.RandomState(3), np.random.default_rng(5), random.Random(7)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.run(x * (self.old.rand() + self.new.random() + self.plain.random()))
 
     return Model()

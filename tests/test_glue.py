@@ -99,3 +99,61 @@ def test_of_a_returned_object_only_what_the_loss_reads_is_sent(reads: bool, sent
     # The first that is kept is made of the inputs, which every stage has.
     assert len(last) == sent
     assert worst_over_steps(case, ["layers.3"]) < 1e-6
+
+
+class Counts(Stack):
+    """Counts at the end of its forward what the next one begins with; `and_then` is what it or a layer does besides."""
+
+    def __init__(self, and_then: Callable[[Counts, torch.Tensor], None], by_layer: bool = False) -> None:
+        super().__init__()
+        self.and_then, self.by_layer, self.bonus, self.past = and_then, by_layer, 1, 0
+        if by_layer:
+            vars(self.layers[3])["parents"] = [self]
+            self.layers[3].register_forward_hook(lambda module, args, output: and_then(module.parents[0], output))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.past += 1
+        x = self.run(x * (1 + 0.1 * self.calls))
+        self.calls += self.bonus
+        if not self.by_layer:
+            self.and_then(self, x)
+        return x
+
+
+def by_tensor(model: Counts, x: torch.Tensor) -> None:
+    model.calls += int(x.sum() > -100)
+
+
+def by_tensor_late(model: Counts, x: torch.Tensor) -> None:
+    if model.past > 4:
+        model.calls += int(x.sum() > -100)
+
+
+def more_late(model: Counts, x: torch.Tensor) -> None:
+    if model.past > 4:
+        model.bonus = 2
+
+
+def twice(model: Counts, x: torch.Tensor) -> None:
+    model.calls += 1
+
+
+def test_what_depends_on_values_or_layers_is_not_foretold() -> None:
+    for model in (Counts(by_tensor), Counts(twice, by_layer=True)):
+        captured = capture(model, (torch.randn(4, 8),), max_share=0.0)
+        assert not possible_cuts(captured)
+        assert all(
+            "'calls' is changed in the forward and read on both sides" in one for one in captured.no_cut.values()
+        )
+
+
+@pytest.mark.parametrize("and_then", [by_tensor_late, more_late])
+@pytest.mark.parametrize("by_layer", [False, True])
+@pytest.mark.parametrize("cuts", [["layers.1"], ["layers.1", "layers.3"]])
+def test_what_comes_otherwise_than_it_was_foretold_is_refused(
+    and_then: Callable[[Counts, torch.Tensor], None], by_layer: bool, cuts: list[str]
+) -> None:
+    """That stage has begun the next micro-batch with another number."""
+    case = rows(Counts(and_then, by_layer), squares)
+    with pytest.raises(UnsupportedModelError, match=r"changes '(calls|bonus)' from .*, which stage 0 reaches"):
+        worst_over_steps(case, cuts)

@@ -1,0 +1,354 @@
+"""Foretell what the rest of a forward will set in plain Python: where a stage ends it early, it does that itself.
+
+A counter that the model moves at the end of its forward would else be moved on the last stage alone. The code of the
+functions that are under way is read from where they are: what depends on numbers, flags and settings is worked out, and
+what depends on tensors, layers or unknown calls is not foretold. Later stages foretell the same and see what comes.
+
+    for layer in self.layers:        a stage ends here
+        x = layer(x)
+    if self.training:                True: known
+        self.steps += 1              from 6 to 7
+    self.largest = float(x.max())    not foretold
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import linecache
+import math
+import operator
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from types import CodeType, FrameType, FunctionType
+from typing import Any
+
+from torch import nn
+
+from partitioner.structures import PLAIN, is_python_object
+
+Key = tuple[int, Any]
+"""The id of what holds something, and the name or key under which."""
+Foretold = dict[Key, tuple[Any, Any, Any]]
+"""Holder, name and value."""
+
+_UNKNOWN: Any = object()
+_MAX_DEPTH = 4
+_OUTERMOST = {("partitioner.slicing", "run"), ("partitioner.recording", "record")}
+"""Functions that call the model."""
+_FOREIGN = frozenset({"torch", "partitioner", *sys.stdlib_module_names} - {"__main__"})
+_GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+_OPERATORS: dict[type, Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+    ast.Not: operator.not_,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {f.__name__: f for f in (min, max, abs, int, float, bool, round)}
+
+
+def foretold() -> Foretold:
+    """What the functions of the user's that are under way will set before the forward is over."""
+    rest, frame = _Rest(), inspect.currentframe()
+    while frame is not None:
+        where = frame.f_globals.get("__name__", "")
+        if (where, frame.f_code.co_name) in _OUTERMOST:
+            break
+        if where.partition(".")[0] not in _FOREIGN:
+            found = _function_of(frame.f_code)
+            if found is not None and _may_set(frame.f_code):
+                rest.resume(frame, found)
+        frame = frame.f_back
+    return {key: one for key, one in rest.sets.items() if one[2] is not _UNKNOWN}
+
+
+@functools.lru_cache(maxsize=256)
+def _functions_in(file: str) -> dict[int, list[ast.FunctionDef]]:
+    """The functions of a file by their first lines."""
+    found: dict[int, list[ast.FunctionDef]] = {}
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return found
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+            found.setdefault(first, []).append(node)
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _function_of(code: CodeType) -> ast.FunctionDef | None:
+    found = _functions_in(code.co_filename).get(code.co_firstlineno, [])
+    matching = [node for node in found if node.name == code.co_name]
+    return matching[0] if len(matching) == 1 else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _may_set(code: CodeType) -> bool:
+    """Whether a function sets attributes or items, or calls something for that."""
+    node = _function_of(code)
+    return node is not None and any(
+        isinstance(one, ast.Expr)
+        or (isinstance(one, (ast.Attribute, ast.Subscript)) and isinstance(one.ctx, (ast.Store, ast.Del)))
+        for one in ast.walk(node)
+    )
+
+
+class _Returned(Exception):
+    """The function is over."""
+
+
+class _Rest:
+    """Works through the statements that are left."""
+
+    def __init__(self) -> None:
+        self.sets: Foretold = {}
+        self.names: dict[str, Any] = {}
+        self.globals: dict[str, Any] = {}
+        self.depth = 0
+        self.is_certain = True
+        """Whether these statements will be come to."""
+
+    def resume(self, frame: FrameType, function: ast.FunctionDef) -> None:
+        self.names, self.globals = dict(frame.f_locals), frame.f_globals
+        self.is_certain = not frame.f_code.co_flags & _GENERATORS
+        positions = list(frame.f_code.co_positions())
+        line, _, column, _ = positions[frame.f_lasti // 2]
+        if line is None or column is None:
+            self.is_certain = False
+            line, column = frame.f_lineno, 0
+        with suppress(_Returned):
+            self.rest_of(function.body, (line, column))
+
+    def rest_of(self, block: Sequence[ast.stmt], at: tuple[int, int]) -> None:
+        """Go on after the statement that is under way."""
+        for k, one in enumerate(block):
+            if (one.lineno, one.col_offset) <= at <= (one.end_lineno or 0, one.end_col_offset or 0):
+                self.finish(one, at)
+                self.run(block[k + 1 :])
+                return
+        self.is_certain = False
+        self.forget(block)
+
+    def finish(self, one: ast.stmt, at: tuple[int, int]) -> None:
+        """What is left of a statement: of a loop unknown, and what its end has set by the time it is over."""
+        blocks = [getattr(one, name, []) for name in ("body", "orelse", "finalbody")]
+        blocks += [handler.body for handler in getattr(one, "handlers", [])]
+        inside = next((b for b in blocks if b and (b[0].lineno, b[0].col_offset) <= at and at <= _end(b)), None)
+        if isinstance(one, (ast.With, ast.If, ast.Try)) and inside is not None:
+            self.rest_of(inside, at)
+            if isinstance(one, ast.Try):
+                self.forget(one.finalbody)  # it runs also where the forward ends early
+            return
+        if isinstance(one, ast.Return):
+            raise _Returned
+        self.forget([one])
+
+    def run(self, block: Sequence[ast.stmt]) -> None:
+        for one in block:
+            self.statement(one)
+
+    def statement(self, one: ast.stmt) -> None:
+        if isinstance(one, ast.Assign):
+            value = self.value(one.value)
+            for target in one.targets:
+                self.set(target, value)
+        elif isinstance(one, ast.AnnAssign):
+            if one.value is not None:
+                self.set(one.target, self.value(one.value))
+        elif isinstance(one, ast.AugAssign):
+            before, more = self.value(one.target), self.value(one.value)
+            self.set(one.target, self.operation(type(one.op), before, more))
+        elif isinstance(one, ast.Expr):
+            self.value(one.value)
+        elif isinstance(one, ast.If):
+            test = self.value(one.test)
+            if not isinstance(test, PLAIN):
+                self.forget([one])
+            else:
+                self.run(one.body if test else one.orelse)
+        elif isinstance(one, ast.With):
+            self.forget_names([item.optional_vars for item in one.items if item.optional_vars is not None])
+            self.run(one.body)
+        elif isinstance(one, ast.Try):
+            self.run([*one.body, *one.orelse, *one.finalbody])
+        elif isinstance(one, ast.Return):
+            if one.value is not None:
+                self.value(one.value)
+            raise _Returned
+        elif isinstance(one, ast.Raise):
+            self.is_certain = False
+        elif not isinstance(one, (ast.Pass, ast.Assert, ast.Import, ast.ImportFrom, ast.Global, ast.Nonlocal)):
+            self.forget([one])
+
+    def forget(self, block: Sequence[ast.AST]) -> None:
+        """Nothing that these statements set is known any more, nor, where they may return, anything after them."""
+        for top in block:
+            for one in ast.walk(top):
+                if isinstance(one, (ast.Return, ast.Raise)):
+                    self.is_certain = False
+                elif isinstance(one, (ast.FunctionDef, ast.ClassDef)):
+                    self.names[one.name] = _UNKNOWN
+            self.forget_names([one for one in ast.walk(top) if isinstance(getattr(one, "ctx", None), ast.Store)])
+
+    def forget_names(self, targets: Sequence[ast.AST]) -> None:
+        for target in targets:
+            if isinstance(target, (ast.Name, ast.Attribute, ast.Subscript, ast.Tuple, ast.List, ast.Starred)):
+                self.set(target, _UNKNOWN)
+
+    def set(self, target: ast.expr, value: Any) -> None:
+        if isinstance(target, ast.Name):
+            self.names[target.id] = value if self.is_certain else _UNKNOWN
+        elif isinstance(target, (ast.Tuple, ast.List)):
+            for part in target.elts:
+                self.set(part, _UNKNOWN)
+        elif isinstance(target, ast.Starred):
+            self.set(target.value, _UNKNOWN)
+        elif isinstance(target, (ast.Attribute, ast.Subscript)):
+            holder = self.value(target.value)
+            key = target.attr if isinstance(target, ast.Attribute) else self.value(target.slice)
+            is_plain = _sets_plainly(holder, key) if isinstance(target, ast.Attribute) else type(holder) is dict
+            if is_plain and isinstance(key, (str, int)):
+                known = isinstance(value, PLAIN) and self.is_certain
+                self.sets[id(holder), key] = (holder, key, value if known else _UNKNOWN)
+
+    # -- values: plain ones, and things that hold such
+
+    def value(self, one: ast.expr) -> Any:
+        if isinstance(one, ast.Constant):
+            return one.value
+        if isinstance(one, ast.Name):
+            return self.names.get(one.id, self.globals.get(one.id, _UNKNOWN))
+        if isinstance(one, ast.Attribute):
+            holder = self.value(one.value)
+            return self.held(holder, one.attr) if _has_attributes(holder) else _UNKNOWN
+        if isinstance(one, ast.Subscript):
+            holder, key = self.value(one.value), self.value(one.slice)
+            is_plain = type(holder) is dict and isinstance(key, (str, int))
+            return self.held(holder, key) if is_plain else _UNKNOWN
+        if isinstance(one, ast.UnaryOp):
+            return self.operation(type(one.op), self.value(one.operand))
+        if isinstance(one, ast.BinOp):
+            return self.operation(type(one.op), self.value(one.left), self.value(one.right))
+        if isinstance(one, ast.Compare):
+            values = [self.value(each) for each in (one.left, *one.comparators)]
+            for op, left, right in zip(one.ops, values, values[1:], strict=False):
+                found = self.operation(type(op), left, right)
+                if found is _UNKNOWN or not found:
+                    return found
+            return True
+        if isinstance(one, ast.BoolOp):
+            found = _UNKNOWN
+            for each in one.values:
+                found = self.value(each)
+                if found is _UNKNOWN or not isinstance(found, PLAIN):
+                    return _UNKNOWN
+                if bool(found) != isinstance(one.op, ast.And):
+                    return found
+            return found
+        if isinstance(one, ast.IfExp):
+            test = self.value(one.test)
+            return _UNKNOWN if not isinstance(test, PLAIN) else self.value(one.body if test else one.orelse)
+        if isinstance(one, ast.Call):
+            return self.call(one)
+        self.forget([one])
+        return _UNKNOWN
+
+    def operation(self, op: type, *values: Any) -> Any:
+        if op not in _OPERATORS or not all(isinstance(value, PLAIN) for value in values):
+            return _UNKNOWN
+        try:
+            return _OPERATORS[op](*values)
+        except (ArithmeticError, TypeError, ValueError):
+            return _UNKNOWN
+
+    def held(self, holder: Any, key: Any) -> Any:
+        if (id(holder), key) in self.sets:
+            return self.sets[id(holder), key][2]
+        table = holder if type(holder) is dict else vars(holder)
+        if key in table:
+            return table[key]
+        if isinstance(holder, nn.Module) and key in holder._modules:
+            return holder._modules[key]
+        found = inspect.getattr_static(type(holder), str(key), _UNKNOWN)
+        return found if isinstance(found, PLAIN) else _UNKNOWN
+
+    def call(self, one: ast.Call) -> Any:
+        """Plain functions of Python are worked out; a method of the model's own is gone into; all others are not."""
+        values = [self.value(each) for each in one.args]
+        by_name = {each.arg: self.value(each.value) for each in one.keywords}
+        func = one.func
+        known = all(isinstance(value, PLAIN) for value in values) and not by_name
+        if isinstance(func, ast.Name) and func.id not in self.names and func.id not in self.globals:
+            run = _FUNCTIONS.get(func.id)
+            return self.applied(run, values) if run is not None and known else _UNKNOWN
+        if isinstance(func, ast.Attribute):
+            holder = self.value(func.value)
+            if holder is math and known:
+                return self.applied(getattr(math, func.attr, None), values)
+            method = inspect.getattr_static(type(holder), func.attr, None)
+            if _has_attributes(holder) and isinstance(method, FunctionType) and func.attr not in vars(holder):
+                return self.method(method, [holder, *values], by_name)
+        return _UNKNOWN
+
+    def applied(self, run: Callable[..., Any] | None, values: Sequence[Any]) -> Any:
+        try:
+            found = _UNKNOWN if run is None else run(*values)
+        except Exception:  # then the forward fails there too
+            return _UNKNOWN
+        return found if isinstance(found, PLAIN) else _UNKNOWN
+
+    def method(self, function: FunctionType, values: list[Any], by_name: dict[str | None, Any]) -> Any:
+        node = _function_of(function.__code__)
+        if node is None or self.depth >= _MAX_DEPTH or function.__code__.co_flags & _GENERATORS:
+            return _UNKNOWN
+        if node.decorator_list or not _may_set(function.__code__):
+            return _UNKNOWN
+        kept = self.names, self.globals, self.is_certain
+        given = dict.fromkeys([each.arg for each in ast.walk(node.args) if isinstance(each, ast.arg)], _UNKNOWN)
+        names, defaults = [each.arg for each in node.args.args], function.__defaults__ or ()
+        given |= dict(zip(names[len(names) - len(defaults) :], defaults, strict=True)) | (function.__kwdefaults__ or {})
+        given |= dict(zip(names, values, strict=False))
+        given |= {name: value for name, value in by_name.items() if name is not None}
+        self.names, self.globals = given, function.__globals__
+        self.depth += 1
+        with suppress(_Returned):
+            self.run(node.body)
+        self.depth -= 1
+        self.names, self.globals, self.is_certain = kept
+        return _UNKNOWN
+
+
+def _has_attributes(holder: Any) -> bool:
+    return isinstance(holder, nn.Module) or (holder is not _UNKNOWN and is_python_object(holder))
+
+
+def _sets_plainly(holder: Any, name: str) -> bool:
+    """Whether to set this attribute does no more than that."""
+    cls: Any = type(holder)
+    if not _has_attributes(holder) or hasattr(inspect.getattr_static(type(holder), name, None), "__set__"):
+        return False
+    if isinstance(holder, nn.Module):
+        elsewhere = name in holder._buffers or name in holder._parameters or name in holder._modules
+        return not elsewhere and cls.__setattr__ is nn.Module.__setattr__
+    return cls.__setattr__ is object.__setattr__
+
+
+def _end(block: Sequence[ast.stmt]) -> tuple[int, int]:
+    return block[-1].end_lineno or 0, block[-1].end_col_offset or 0
