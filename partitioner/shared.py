@@ -90,7 +90,7 @@ class SharedState:
         self._foretold = {one.name for one in attributes if one.foretold}
         """Attributes that code behind cuts changes, which earlier stages foretell."""
         self._expected: dict[tuple[int, Any], tuple[Place, Any, Any]] = {}
-        """What the stage before has foretold for the end of this forward: by place and key."""
+        """What the stage before has foretold for the end of this forward: by holder and key."""
         self._start: list[tuple[Place, Any, Any]] = []
         self._set_later = {
             one.name
@@ -205,9 +205,9 @@ class SharedState:
         UnsupportedModelError where something is not given back, and earlier stages go on with another value.
         """
         told, (expected, self._expected) = self._told(rest), (self._expected, {})
-        known = {(id(place), key) for place, key, _ in told} | (set() if early else expected.keys())
+        known = {(id(place.owner), key) for place, key, _ in told} | (set() if early else expected.keys())
         for place, key, before in self._start:
-            if (id(place), key) in known:
+            if (id(place.owner), key) in known:
                 continue
             now, name = _held(place, key), place.name_of(key)
             last, adds = self._returning[name], self._adds.get(name, (0, 0))[0 if self._model.training else 1]
