@@ -66,6 +66,13 @@ tensors have methods of their own.
 """
 
 
+_ANOTHER_ORDER = (
+    "the order of the layers, or how often they are called, is another than in the captured forward (by the data, a "
+    "count or random numbers). Pin the layers that are called in turn to one stage (pin={layer: stage}), capture with "
+    "inputs that take this way, or use replicas only (mesh={'dp': n})"
+)
+
+
 class Reached(BaseException):
     """The forward has come to the next stage's first layer."""
 
@@ -383,11 +390,16 @@ class Walk(Watcher):
         part = self.part
         stage = part.stage_of.get(call_id)
         if stage is None:  # called more often than when it was captured: wherever its parameters are
-            self.refuse_strangers([*module.parameters(), *module.buffers()])
+            self.refuse_strangers([*module.parameters(), *module.buffers()], call_id)
         elif stage > part.stage:
             self.stop(call_id)
         elif stage < part.stage:
-            raise self.other_way(f"calls {call_id} after a layer of stage {part.stage}", "placed it before")
+            raise self.failed(
+                UnsupportedModelError(
+                    f"stage {part.stage} calls {call_id} after a layer of its own, and it lives on stage {stage}: "
+                    f"{_ANOTHER_ORDER}"
+                )
+            )
         if part.shared is not None and part.shared.is_moving:
             self.changes(f"the code before {call_id}")
         try:
@@ -487,22 +499,27 @@ class Walk(Watcher):
         return self.failed(
             UnsupportedModelError(
                 f"stage {self.part.stage} {here} after {self.moment or 'the start'}, where the earlier stage {there}: "
-                f"the forward takes another way on this rank. Start all ranks with the same PYTHONHASHSEED, and let "
-                f"the forward depend only on its inputs, torch's random numbers and what its modules keep"
+                f"the forward takes another way on this rank. Let it depend only on its inputs, torch's random numbers "
+                f"and what its modules keep, not on what a tensor's graph is like (grad_fn, is_leaf) or where it runs; "
+                f"where it goes through a set of strings, start all ranks with the same PYTHONHASHSEED"
             )
         )
 
-    def refuse_strangers(self, tensors: list[Any]) -> None:
+    def refuse_strangers(self, tensors: list[Any], again: str = "") -> None:
+        """No tensor of another stage may be used here; `again`: the call, where the captured forward had none such."""
         for tensor in tensors:
             name = self.part.strangers.get(id(tensor))
             if name is not None:
-                raise self.failed(
-                    UnsupportedModelError(
-                        f"stage {self.part.stage} uses {name!r} after {self.moment or 'the start'}, "
-                        f"where the captured forward did not, so that it lives on another stage: capture with inputs "
-                        f"and flags that take this way, or pin the layers around it to one stage"
-                    )
+                here = f"stage {self.part.stage} uses {name!r} after {self.moment or 'the start'}"
+                why = (
+                    f"{here}, where the captured forward did not, so that it lives on another stage: capture with "
+                    f"inputs and flags that take this way, or pin the layers around it to one stage (pin={{layer: "
+                    f"stage}}). What only now and then reads or copies weights (norms for a log, a copy as teacher) "
+                    f"belongs outside of the forward, after the step"
                 )
+                if again:
+                    why = f"{here}, as it calls {again}, which the captured forward did not: {_ANOTHER_ORDER}"
+                raise self.failed(UnsupportedModelError(why))
 
     def refuse_stand_ins(self, output: Any) -> None:
         """Everything that the model returns must have arrived; what objects hold besides is missed when it is used."""
