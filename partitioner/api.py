@@ -42,6 +42,9 @@ WORTH_DIVIDING = 0.05
 """Relative; so much shorter must a step be predicted for replicas to divide what they keep, unasked: predictions are
 off by as much (tests/benchmarks/prediction.py), and every rank then has to be there for `stage.state_dict()`."""
 
+QUIET_SHARE = 0.9
+"""Of a processor: what the thread that times layers has at least on a machine with nothing else to do."""
+
 
 def partition(
     model: nn.Module,
@@ -165,6 +168,13 @@ def partition(
             else:
                 measured = profile if isinstance(profile, Profile) else Profile.load(profile)
                 _check_fits(model, measured)
+            share = measured.processor_share
+            if share is not None and share < QUIET_SHARE:
+                notes.append(
+                    f"layers were timed with {share:.2f} of a processor, where {QUIET_SHARE} or more is usual: other "
+                    "work on this machine (or a layer that waits) makes the predicted times up to "
+                    f"{1 / max(share, 0.01):.1f} times too long; profile again when it is idle"
+                )
             plan = _solved(measured, cluster, training, progress=portion(tell, 0.75, 0.9))
             if check == "first" and not any(parameter.is_meta for parameter in model.parameters()):
                 tell("checking the slices", 0.9)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -93,8 +94,10 @@ def profile(
             probes[size] = make_probes(model, captures[size], parts[size], where, loss, on_meta)
         tell("measuring layers", 0.1)
         everywhere = all(p.device == where for p in (*model.parameters(), *model.buffers()))
+        began = time.perf_counter(), time.thread_time()
         with contextlib.nullcontext() if traces is None else recorded(traces, cuda=where.type == "cuda"):
             measure(model, [p for size in sizes for p in probes[size]], where, everywhere, tell)
+        took = time.perf_counter() - began[0], time.thread_time() - began[1]
         start.restore()  # layers that were run alone have left the model as no forward does
         slicing_s = slicing_seconds(model, captures[sizes[0]], parts[sizes[0]], where) if everywhere else 0.0
         step_s: tuple[float, ...] = ()
@@ -133,6 +136,7 @@ def profile(
         device_kind="cuda" if where.type == "cuda" else "cpu",
         dtype=str(dtypes.most_common(1)[0][0]).removeprefix("torch.") if dtypes else "float32",
         num_threads=threads,
+        processor_share=min(1.0, took[1] / took[0]) if where.type == "cpu" else None,
         torch_version=torch.__version__,
         provenance="measured",
         traced=traces is not None,

@@ -219,6 +219,8 @@ class Profile(Shown, Frozen):
     device_kind: Literal["cuda", "cpu"]
     dtype: str = "float32"
     num_threads: Annotated[int, Field(ge=1)] = 1
+    processor_share: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Of the time that layers were timed in, how much the timing thread had a processor; None: not measured here."""
     torch_version: str = ""
     provenance: Literal["measured", "estimated", "given"]
     """`given`: costs written by hand or taken from a table."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+import time
 from typing import Any
 
 import models
@@ -358,3 +359,18 @@ def test_a_list_with_an_item_for_each_sample_is_cut_and_named() -> None:
         EachByItsOwn(), inputs, gpus=2, mesh={"pp": 2}, microbatches=4, loss_fn=lambda out, _: out.square().mean()
     )
     assert any(reason.startswith("argument 1: a list in it has as many items") for reason in plan.why)
+
+
+@pytest.mark.parametrize(("speed", "told"), [(0.45, True), (0.97, False)])
+def test_layers_that_were_timed_beside_other_work_are_told_of(
+    speed: float, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = time.perf_counter()
+    monkeypatch.setattr(time, "thread_time", lambda: (time.perf_counter() - began) * speed)
+    plan = pt.partition(
+        stack(), torch.randn(8, 32), gpus=2, loss_fn=square, example_target=torch.randn(8, 32), check="never"
+    )
+    assert plan.profile.processor_share == pytest.approx(speed, abs=1e-3)
+    lines = [line for line in plan.why if "of a processor" in line]
+    assert lines == [] or (told and "0.45 of a processor" in lines[0] and "2.2 times" in lines[0])
+    assert bool(lines) == told
