@@ -16,6 +16,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import itertools
 import linecache
 import math
 import operator
@@ -71,7 +72,7 @@ def foretold() -> Foretold:
             break
         if where.partition(".")[0] not in _FOREIGN:
             found = _function_of(frame.f_code)
-            if found is not None and _may_set(frame.f_code):
+            if found is not None and _may_set_after(frame.f_code, frame.f_lasti):
                 rest.resume(frame, found)
         frame = frame.f_back
     return {key: one for key, one in rest.sets.items() if one[2] is not _UNKNOWN}
@@ -102,12 +103,35 @@ def _function_of(code: CodeType) -> ast.FunctionDef | None:
 @functools.lru_cache(maxsize=4096)
 def _may_set(code: CodeType) -> bool:
     """Whether a function sets attributes or items, or calls something for that."""
+    return bool(_setting(code))
+
+
+@functools.lru_cache(maxsize=4096)
+def _may_set_after(code: CodeType, instruction: int) -> bool:
+    """Whether it may do so after this instruction: behind it, or anywhere in a loop that is under way."""
+    node, at = _function_of(code), _position(code, instruction)
+    if node is None or at is None:
+        return node is not None
+    loops = [one for one in ast.walk(node) if isinstance(one, (ast.For, ast.While)) and _start(one) <= at <= _end(one)]
+    again = min(map(_start, loops), default=at)
+    return any(_end(one) >= again for one in _setting(code))
+
+
+@functools.lru_cache(maxsize=4096)
+def _setting(code: CodeType) -> tuple[ast.stmt | ast.expr, ...]:
+    """The parts of a function that set attributes or items, or call something for what it does."""
     node = _function_of(code)
-    return node is not None and any(
-        isinstance(one, ast.Expr)
+    return tuple(
+        one
+        for one in ([] if node is None else ast.walk(node))
+        if (isinstance(one, ast.Expr) and not isinstance(one.value, ast.Constant))
         or (isinstance(one, (ast.Attribute, ast.Subscript)) and isinstance(one.ctx, (ast.Store, ast.Del)))
-        for one in ast.walk(node)
     )
+
+
+def _position(code: CodeType, instruction: int) -> tuple[int, int] | None:
+    line, _, column, _ = next(itertools.islice(code.co_positions(), instruction // 2, None))
+    return None if line is None or column is None else (line, column)
 
 
 class _Returned(Exception):
@@ -128,18 +152,15 @@ class _Rest:
     def resume(self, frame: FrameType, function: ast.FunctionDef) -> None:
         self.names, self.globals = dict(frame.f_locals), frame.f_globals
         self.is_certain = not frame.f_code.co_flags & _GENERATORS
-        positions = list(frame.f_code.co_positions())
-        line, _, column, _ = positions[frame.f_lasti // 2]
-        if line is None or column is None:
-            self.is_certain = False
-            line, column = frame.f_lineno, 0
+        at = _position(frame.f_code, frame.f_lasti)
+        self.is_certain = self.is_certain and at is not None
         with suppress(_Returned):
-            self.rest_of(function.body, (line, column))
+            self.rest_of(function.body, at or (frame.f_lineno, 0))
 
     def rest_of(self, block: Sequence[ast.stmt], at: tuple[int, int]) -> None:
         """Go on after the statement that is under way."""
         for k, one in enumerate(block):
-            if (one.lineno, one.col_offset) <= at <= (one.end_lineno or 0, one.end_col_offset or 0):
+            if _start(one) <= at <= _end(one):
                 self.finish(one, at)
                 self.run(block[k + 1 :])
                 return
@@ -150,7 +171,7 @@ class _Rest:
         """What is left of a statement: of a loop unknown, and what its end has set by the time it is over."""
         blocks = [getattr(one, name, []) for name in ("body", "orelse", "finalbody")]
         blocks += [handler.body for handler in getattr(one, "handlers", [])]
-        inside = next((b for b in blocks if b and (b[0].lineno, b[0].col_offset) <= at and at <= _end(b)), None)
+        inside = next((b for b in blocks if b and _start(b[0]) <= at <= _end(b[-1])), None)
         if isinstance(one, (ast.With, ast.If, ast.Try)) and inside is not None:
             self.rest_of(inside, at)
             if isinstance(one, ast.Try):
@@ -350,5 +371,9 @@ def _sets_plainly(holder: Any, name: str) -> bool:
     return cls.__setattr__ is object.__setattr__
 
 
-def _end(block: Sequence[ast.stmt]) -> tuple[int, int]:
-    return block[-1].end_lineno or 0, block[-1].end_col_offset or 0
+def _start(one: ast.stmt | ast.expr) -> tuple[int, int]:
+    return one.lineno, one.col_offset
+
+
+def _end(one: ast.stmt | ast.expr) -> tuple[int, int]:
+    return one.end_lineno or 0, one.end_col_offset or 0
