@@ -56,7 +56,7 @@ def test_gpt2_runs_as_a_pipeline_on_ranks_that_are_there(ranks: RankPool) -> Non
     """The ranks of the pool find what torchrun sets, which starts its own in test_executor_launcher."""
     name, *arguments = SMALL_GPT2
     arguments += ["--pp", "2", "--microbatches", "4", "--schedule", "1f1b"]
-    first, second = ranks.run(2, run_here, str(EXAMPLES / name), arguments)
+    first, second = ranks.run(2, run_here, str(EXAMPLES / name), arguments, timeout=110)
     assert "pp 2 x dp 1" in first
     assert first.count("Plan of GPT2LMHeadModel") == 1 and "loss" in first
     assert second == "", "only rank 0 prints"
@@ -67,7 +67,7 @@ def test_the_loss_falls(example: str, ranks: RankPool, monkeypatch: pytest.Monke
     """On the pool's ranks instead of those that `launch` starts."""
 
     def launch(train: Callable[..., Any], plan: Plan, *args: Any) -> list[Any]:
-        return ranks.run(plan.num_ranks, train, *args)
+        return ranks.run(plan.num_ranks, train, *args, timeout=110)
 
     monkeypatch.setattr(partitioner, "launch", launch)
     output = run_here(str(EXAMPLES / example), [])
