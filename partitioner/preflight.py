@@ -37,6 +37,9 @@ from partitioner.study import Study
 from partitioner.tracing import unwrap
 from partitioner.trial import explained
 
+USUAL_NODE = 8
+"""Devices of a node as they are rented; racks of more are named as what they are: "72xGB200"."""
+
 
 def capacity(
     model: nn.Module,
@@ -437,6 +440,12 @@ def _why(asked: Request, demand: Demand, best: Candidate, found: Found) -> tuple
         said.append(
             f"memory includes the context, {demand.device.communicator_bytes / 2**30:.1f} GiB for each axis of the "
             f"mesh and {100 * demand.device.slack:.0f} % that the allocator holds beside what is in use"
+        )
+    if demand.per_node > USUAL_NODE:
+        nodes, name = -(-asked.cluster.num_devices // USUAL_NODE), demand.device.name
+        said.append(
+            f"{demand.per_node} devices are taken as one node, all joined by its links: where a node has "
+            f"{USUAL_NODE}, ask for gpus='{nodes}x{USUAL_NODE}x{name}'"
         )
     said.append("all figures are estimated: nothing was run")
     return tuple(said)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from partitioner.calibration import Calibration, Distances, Evidence, Place, distances
+
+sys.path.insert(0, str(Path(__file__).parent / "benchmarks"))
+
+import one_run
 
 EVEN = Distances(*[2.0] * 10, repeat=0.25, usual=0.5)
 HERE = Place(tp=2, dp=4, microbatch=2)
@@ -67,6 +73,24 @@ def test_what_no_published_run_shows_is_common_to_all_layouts() -> None:
     assert math.log(calibration.at(HERE._replace(tp=2**40)).factor) == pytest.approx(surplus, abs=1e-6)
     assert math.log(calibration.at(HERE).factor) == pytest.approx(surplus + 0.75 * EVEN.usual)
     assert told((HERE, -EVEN.usual - surplus)).common == pytest.approx(-surplus)
+
+
+def test_published_runs_are_scored_as_capacity_moves_them() -> None:
+    """Each told from each other one, and from all others; some are further off than is usual."""
+    places = [HERE, HERE._replace(tp=8), HERE._replace(dp=16), HERE._replace(microbatch=8)]
+    logs = np.array([1.1, -0.1, 0.2, 0.9])
+    found = one_run.errors(one_run.System("here", places, logs, ["a", "a", "b", "a"]), EVEN)
+
+    def missed(which: int, others: list[int]) -> float:
+        factor = told(*((places[k], logs[k]) for k in others)).at(places[which]).factor
+        return abs(factor / math.exp(logs[which]) - 1)
+
+    for k, model in enumerate(([1, 3], [0, 3], [], [0, 1])):
+        others = [j for j in range(4) if j != k]
+        assert found.one_run[k] == pytest.approx(np.mean([missed(k, [j]) for j in others]))
+        assert found.all_runs[k] == pytest.approx(missed(k, others))
+        if model:
+            assert found.one_run_model[k] == pytest.approx(np.mean([missed(k, [j]) for j in model]))
 
 
 places = st.tuples(

@@ -211,6 +211,12 @@ def test_recomputation_keeps_less_and_takes_longer():
 # -- the search
 
 
+def test_more_devices_in_one_node_than_are_sold_is_said():
+    told = [line for line in asked("16xH100").why if "one node" in line]
+    assert len(told) == 1 and "gpus='2x8xH100'" in told[0]
+    assert not any("one node" in line for gpus in ("2x8xH100", "8xH100") for line in asked(gpus).why)
+
+
 def test_the_best_is_the_fastest_of_all_that_fit():
     wish = {"gpus": "2xH100", "schedule": "1f1b", "recompute": "never", "shard": "none"}
     report = asked(**wish)

@@ -81,6 +81,7 @@ def _rank_of_launched() -> int:
 
 def be_interrupted(what: str, snippet: str) -> None:
     """Plan and train the slow model; says when it is at work, and never ends by itself in time."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
     space = run_snippet(snippet)
     model, inputs = space["model"], space["inputs"]
 

@@ -70,12 +70,18 @@ def errors(system: System, fitted: Distances) -> Errors:
     y, n = system.logs, len(system.logs)
     shared = fitted.covariance(system.places, system.places)
     other = ~np.eye(n, dtype=bool)
+
+    def common(middle: NDArray[np.float64]) -> NDArray[np.float64]:
+        return middle - np.clip(middle, -fitted.usual, fitted.usual)
+
     model = np.array([[a == b for a in system.models] for b in system.models]) & other
-    told = np.abs(np.exp(shared * y[:, None] - y[None]) - 1)  # the run that is given is the row
+    own = common(y)
+    told = np.abs(np.exp(own[:, None] + shared * (y - own)[:, None] - y[None]) - 1)  # the run that is given is the row
     raw = np.abs(np.exp(y[:, None] - y[None]) - 1)
     zero = np.abs(np.exp(-y) - 1)
     inverse = np.linalg.pinv(shared + fitted.repeat * np.eye(n))
-    rest = np.abs(np.exp(-(inverse @ y) / np.diag(inverse)) - 1)
+    theirs = common(np.array([np.median(np.delete(y, k)) if n > 1 else 0.0 for k in range(n)]))
+    rest = np.abs(np.exp((theirs * inverse.sum(1) - inverse @ y) / np.diag(inverse)) - 1)
 
     def mean(values: NDArray[np.float64], which: NDArray[np.bool_]) -> NDArray[np.float64]:
         counts = which.sum(0)
