@@ -118,6 +118,25 @@ def test_losses_that_tell_their_weights_hold(loss_fn: Any, target: Any) -> None:
     assert found is not None and found.holds and found.parts == pytest.approx(found.whole, rel=1e-5)
 
 
+def test_of_rules_that_nearly_fit_the_nearest_is_taken() -> None:
+    """Classes other than 0 are nearly in the ratio of the mask: 20 of 30 and 41 of 60, the losses of parts alike."""
+    mask = torch.zeros(2, 60)
+    mask[0, :30], mask[1, :60] = 1, 1
+    classes = torch.zeros(2, 60, dtype=torch.long)
+    classes[0, :20], classes[1, :41] = 1, 1
+    wanted = torch.tensor([1.0, 1.005])
+
+    def loss_fn(output: Any, target: Any) -> torch.Tensor:
+        _, counts, values = target
+        return (values[:, None] * counts + 0 * output.sum()).sum() / counts.sum()
+
+    batch = MicroBatch((torch.ones(2, WIDTH),), {}, (classes, mask, wanted), 2)
+    model = nn.Linear(WIDTH, WIDTH)
+    found = compare(model, batch, Cutter(), 2, Loss(model, loss_fn, None))
+    assert found is not None
+    assert found.how == Counted(argument="target", tensor=1)
+
+
 def test_a_loss_that_compares_samples_has_no_rule() -> None:
     model = nn.Linear(WIDTH, WIDTH)
     found = compare(model, batch_of(torch.randn(SAMPLES, WIDTH)), Cutter(), 3, Loss(model, against_each_other, None))
