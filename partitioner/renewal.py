@@ -10,10 +10,11 @@ What the backward changes of them then stays changed, in what forwards since hav
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -30,7 +31,11 @@ MAX_BYTES = 1 << 16
 """Of a tensor, to know what it held before a forward changes it for the first time."""
 
 MAX_RELEASED = 1 << 20
-"""Of a tensor that is copied where a graph has saved it."""
+"""Of a tensor that is copied where a graph has saved it, whether or not forwards have been seen to change it."""
+
+LOOKS = 2
+"""Forwards after which all that tensors hold is compared with what they held before: `tensor.data` may be written into
+without a trace."""
 
 _ONE_OWNER = 2
 """References to a storage that nothing else looks at: its tensor's, and that of who asks."""
@@ -121,6 +126,12 @@ class Kept:
         found = {id(tensor): tensor for tensor in held if not isinstance(tensor, nn.Parameter)}
         self._tensors = [tensor for tensor in found.values() if is_sendable(tensor) and not tensor.requires_grad]
         self._small = [one for one in self._tensors if one.nbytes < MAX_RELEASED and not one.is_meta]
+        self._silent: list[torch.Tensor] = []
+        """Those that forwards change without a trace."""
+        self._looks_left = LOOKS
+        placed = [one for one in self._tensors if not one.is_meta]
+        self._looked_at = [one for one in placed if one.untyped_storage().nbytes() >= one.nbytes]  # no placeholders
+        self._mark()
         self._count_holders()
         self._versions = list(map(version, self._tensors))
         self._glance = Glance(self._watched, self._passing)
@@ -131,11 +142,20 @@ class Kept:
         self._all: WeakSet[Then] = WeakSet()
         self.latest = Then({}, [], self._all)
 
+    def begin(self) -> None:
+        """A forward begins: what the training loop has written since the last one is no change of it."""
+        with torch._C.DisableTorchFunction(), torch.no_grad(), unrecorded():
+            marks = [(mark.version, mark.address) for mark in self._marks]
+            if marks != [(version(tensor), tensor.data_ptr()) for tensor in self._looked_at]:
+                self._mark()
+
     def end(self) -> Then:
         """A forward is over: what it has left; the same as the one before where forwards change nothing."""
         with torch._C.DisableTorchFunction(), torch.no_grad(), unrecorded():
-            if self._glance.is_still():
+            self._look()
+            if not self._silent and self._glance.is_still():
                 self._release()
+                self._mark()
                 return self.latest
             self._renew()
             for one in self._watched:
@@ -151,6 +171,7 @@ class Kept:
             self.latest = Then(now, list(self._moving.values()), self._all)
             self._count_holders()
             self._release()
+            self._mark()
         return self.latest
 
     def passing_over(self) -> AbstractContextManager[None]:
@@ -160,6 +181,26 @@ class Kept:
     def as_after(self, then: Then | None) -> AbstractContextManager[None]:
         """Inside: what forwards change is as it was after one of them."""
         return nullcontext() if then is None or then is self.latest else then.put_back()
+
+    def _look(self) -> None:
+        """Whether tensors have changed without a trace; and what is large and changes is released as small ones are."""
+        by_content, self._looks_left = self._looks_left > 0, max(0, self._looks_left - 1)
+        left = []
+        for tensor, before in zip(self._looked_at, self._marks, strict=True):
+            now = _Mark.of(tensor, by_content)
+            is_large = tensor.nbytes >= MAX_RELEASED
+            if now == before:
+                if is_large or self._looks_left:
+                    left.append(tensor)
+                continue
+            if is_large:
+                self._small.append(tensor)
+            if now.version == before.version:
+                self._silent.append(tensor)
+        self._looked_at = left
+
+    def _mark(self) -> None:
+        self._marks = [_Mark.of(tensor, self._looks_left > 0) for tensor in self._looked_at]
 
     def _release(self) -> None:
         """Small tensors that graphs have saved, or views of them, move away: whatever writes into them next, those
@@ -183,8 +224,9 @@ class Kept:
     def _renew(self) -> None:
         """Tensors that the forward has changed in place move to other memory."""
         now = list(map(version, self._tensors))
+        silent = set(map(id, self._silent))
         for tensor, before, after in zip(self._tensors, self._versions, now, strict=True):
-            if before != after and is_sendable(tensor) and not tensor.requires_grad:
+            if (before != after or id(tensor) in silent) and is_sendable(tensor) and not tensor.requires_grad:
                 value = tensor.clone()
                 become(tensor, value)  # whether or not it could: `value` holds what the tensor does
                 self._moving[id(tensor)] = (tensor, value)
@@ -193,6 +235,23 @@ class Kept:
                     for pending in self._all:
                         pending.add_tensor(tensor, was)
         self._versions = list(map(version, self._tensors))
+
+
+class _Mark(NamedTuple):
+    """What tells that a tensor has changed."""
+
+    version: int
+    address: int
+    checksum: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, by_content: bool) -> _Mark:
+        checksum = 0
+        if by_content:
+            flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
+            for part in torch.split(flat, MAX_RELEASED):
+                checksum = zlib.crc32(part.cpu().numpy().data, checksum)
+        return cls(version(tensor), tensor.data_ptr(), checksum)
 
 
 def become(tensor: torch.Tensor, value: torch.Tensor, *, views_too: bool = False) -> bool:

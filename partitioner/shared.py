@@ -32,6 +32,7 @@ from partitioner.profiles import Attribute, Buffer
 from partitioner.reaching import GONE, BufferPlace, Change, Place, Reach, SequencePlace, Watched
 from partitioner.renewal import Kept, Then, become
 from partitioner.structures import is_same, tensors_in
+from partitioner.tracing import applied
 
 Naming = Callable[[torch.Tensor, str, bool], str | None]
 """(tensor, what one left there is called, whether the captured forward left one) -> what it is sent as, "+" if new."""
@@ -128,6 +129,7 @@ class SharedState:
     def begin(self) -> None:
         """A forward begins: what is to be at its end as it is now is noted."""
         self._start = []
+        self.kept.begin()
         if self._guarded and self._set_later:
             self._hide()
         if not self._returning or not self._guarded:
@@ -311,7 +313,9 @@ class SharedState:
                 place.drop(key)
                 continue
 
-            def make(k: int, made: Made, tensors: Any = tensors) -> torch.Tensor:
+            whose = place.name_of(key)
+
+            def make(k: int, made: Made, tensors: Any = tensors, whose: str = whose) -> torch.Tensor:
                 if isinstance(tensors[k], str):
                     assert stand_in is not None
                     return stand_in(tensors[k], made)
@@ -320,7 +324,8 @@ class SharedState:
                     if tensors[k]
                     else (torch.empty(0, dtype=getattr(torch, made.dtype)))
                 )
-                return values.reshape(made.shape).to(self._device or made.device)
+                told = values.reshape(made.shape).to(self._device or made.device)
+                return applied(_OneWay, told.requires_grad_(), whose) if made.requires_grad else told
 
             held: Any = list(place.parts()) if isinstance(place, SequencePlace) else dict(place.items()).get(key, GONE)
             if not content and held is not GONE and pickled(self._code_of(held)) == pickled((code, tensors)):
@@ -339,6 +344,14 @@ class SharedState:
                 place.put(key, value)
         self.mark()
         return filled
+
+    @contextmanager
+    def computing_loss(self) -> Iterator[None]:
+        """The block is the loss function, which earlier stages do not run: UnsupportedModelError where it changes what
+        they read."""
+        self.mark()
+        yield
+        self.changes("the loss function")
 
     # -- inside
 
@@ -448,6 +461,23 @@ class Masks:
             above = above.rpartition(".")[0]
             found = self._layers.get(above, 0)
         return found or self._all
+
+
+class _OneWay(torch.autograd.Function):
+    """A tensor of an earlier stage that nobody read there and then: its values may be looked at, and no more."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        ctx.name = name
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        raise UnsupportedModelError(
+            f"a gradient reaches what a layer of an earlier stage left in {ctx.name!r}, and cannot go back there: the "
+            "captured forward and its loss did not read it. Capture with inputs and flags that take this way, pin the "
+            "layers that use it to one stage (pin={layer: stage}), or detach it where it is read"
+        )
 
 
 def _held(place: Place, key: Any) -> Any:

@@ -105,6 +105,10 @@ class Slice(Part):
         """For the backward of `run`: inside, the model is as that forward left it, though others have run since."""
         return nullcontext() if self.shared is None else self.shared.kept.as_after(run.then)
 
+    def computing_loss(self) -> AbstractContextManager[None]:
+        """On the last stage: the block is the loss function; see `SharedState.computing_loss`."""
+        return nullcontext() if self.shared is None else self.shared.computing_loss()
+
 
 def chain(
     slices: Sequence[Slice],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,15 +15,19 @@ from torch import nn
 LOSSES: dict[str, Callable[[], Case]] = {}
 
 
-def case(build: Callable[[], tuple[nn.Module, Any]]) -> Callable[[], Case]:
-    def built() -> Case:
-        torch.manual_seed(0)
-        model, loss = build()
-        torch.manual_seed(1)
-        return Case(model, (torch.randn(8, D),), loss_fn=loss)
+def built(build: Callable[[], tuple[nn.Module, Any]]) -> Case:
+    torch.manual_seed(0)
+    model, loss = build()
+    torch.manual_seed(1)
+    return Case(model, (torch.randn(8, D),), loss_fn=loss)
 
-    LOSSES[build.__name__] = built
-    return built
+
+def case(build: Callable[[], tuple[nn.Module, Any]]) -> None:
+    LOSSES[build.__name__] = functools.partial(built, build)
+
+
+def refused(build: Callable[[], tuple[nn.Module, Any]]) -> None:
+    REFUSED[build.__name__] = functools.partial(built, build)
 
 
 class Leaving(nn.Module):
@@ -37,6 +42,10 @@ class Leaving(nn.Module):
         x = torch.tanh(self.inner(x))
         self.aux = x.pow(4).mean()
         return x
+
+
+REFUSED: dict[str, Callable[[], Case]] = {}
+"""Models whose loss begins to do after some steps what cannot be followed by then."""
 
 
 def chain() -> nn.Sequential:
@@ -115,3 +124,52 @@ def loss_module_keeps_a_mean() -> tuple[nn.Module, Any]:
             return loss / self.mean
 
     return chain(), Normalised()
+
+
+# -- what comes too late
+
+
+class Late:
+    """A loss that goes on to something else after some micro-batches."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.calls = model, 0
+
+    def __call__(self, output: torch.Tensor, target: Any) -> torch.Tensor:
+        self.calls += 1
+        loss = output.square().mean()
+        return loss if self.calls <= LATE_CALLS // 2 else self.other(loss)
+
+    def other(self, loss: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+@refused
+def first_layer_learns_of_the_loss() -> tuple[nn.Module, Any]:
+    class Told(nn.Linear):
+        last = 1.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * self.last
+
+    class Telling(Late):
+        def other(self, loss: torch.Tensor) -> torch.Tensor:
+            self.model[0].last = float(loss.detach())
+            return loss
+
+    model = nn.Sequential(Told(D, D), *chain())
+    return model, Telling(model)
+
+
+@case
+def loss_notes_itself_on_the_model() -> tuple[nn.Module, Any]:
+    """Where nobody reads it."""
+    model = chain()
+    model.log = {}
+
+    def loss(output: torch.Tensor, target: Any) -> torch.Tensor:
+        found = output.square().mean()
+        model.log["loss"] = model.latest = float(found.detach())
+        return found
+
+    return model, loss

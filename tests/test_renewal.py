@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from partitioner.reaching import Reach
-from partitioner.renewal import Kept, Then, become
+from partitioner.renewal import MAX_RELEASED, Kept, Then, become
 
 
 class Annealed(nn.Module):
@@ -290,6 +290,38 @@ def test_what_graphs_have_saved_stays_as_it_was(write: Any, of_view: bool, late:
         for loss in losses:
             loss.backward()
         found.append((model.inner.weight.grad, model.table))
+    torch.testing.assert_close(found[0], found[1])
+
+
+@pytest.mark.parametrize("write", [in_place, into_data, as_data, by_numpy])
+@pytest.mark.parametrize("of_view", [False, True])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_large_tensors_too_where_every_forward_changes_them(write: Any, of_view: bool, checkpointed: bool) -> None:
+    class Large(Silent):
+        def read(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.inner(x)) @ (self.table.t() if self.of_view else self.table)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.write(self.table, x)
+            return checkpoint(self.read, x, use_reentrant=False) if checkpointed else self.read(x)  # type: ignore[no-any-return]
+
+    found = []
+    for in_turn in (True, False):
+        torch.manual_seed(0)
+        model = Large(write, of_view, late=False)
+        model.table = torch.eye(3).repeat(1, MAX_RELEASED // 36 + 1) / 99
+        if of_view:
+            model.table = model.table.t().contiguous()
+        kept, losses = kept_of(model), []
+        for sample in torch.randn(3, 2, 3):
+            kept.begin()
+            losses.append((model(sample).square().mean(), kept.end()))
+            if in_turn:
+                losses.pop()[0].backward()
+        for loss, then in losses:
+            with kept.as_after(then):
+                loss.backward()
+        found.append(model.inner.weight.grad)
     torch.testing.assert_close(found[0], found[1])
 
 

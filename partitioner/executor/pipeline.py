@@ -47,11 +47,16 @@ class WholeModel:
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], received: Mapping[int, Payload]) -> SliceRun:
         """The model's output."""
+        self._kept.begin()
         output = self._model(*args, **kwargs)
         return SliceRun(output, self._kept.end() if torch.is_grad_enabled() else None)
 
     def held(self) -> AbstractContextManager[None]:
         """As `Slice.held`."""
+        return nullcontext()
+
+    def computing_loss(self) -> AbstractContextManager[None]:
+        """As `Slice.computing_loss`."""
         return nullcontext()
 
     def as_after(self, run: SliceRun) -> AbstractContextManager[None]:
@@ -180,7 +185,8 @@ class Pipeline:
                     "the forward writes into its inputs on an earlier stage, and the target lies in their memory: here "
                     "it would be as it was before. Give the loss a copy, target=x.clone()"
                 )
-            loss = self._loss.of(run.output, target)
+            with self._part.computing_loss():
+                loss = self._loss.of(run.output, target)
             output, run.output = run.output, None
         self._runs[k], self._roots[k] = run, loss * share
         return loss.detach() * share if share else torch.zeros_like(loss.detach()), output
