@@ -13,7 +13,7 @@ from torch import nn
 
 from partitioner.capture import FATES, Capture, CapturedLayer, copied, fate
 from partitioner.errors import UnsupportedModelError
-from partitioner.losses import Loss
+from partitioner.losses import Compared, Loss
 from partitioner.microbatches import MicroBatch
 from partitioner.parts import Payload
 from partitioner.restore import ModelState, random_states
@@ -88,7 +88,8 @@ def make_probes(
     first = {key: groups[k] for k, key in reversed(list(enumerate(keys)))}
     args, kwargs = (part.args, part.kwargs) if not on_meta else map_tensors((part.args, part.kwargs), to_meta)
     wanted = [[layer.id for layer in group] for group in first.values()]
-    payloads, chances, state = _surveyed(model, captured, wanted, args, kwargs)
+    compared = None if on_meta or loss.function is None else loss.against(part.target)
+    payloads, chances, state = _surveyed(model, captured, wanted, args, kwargs, compared)
     here = map_tensors(part, lambda tensor: real(tensor, device))
     found = []
     for key, group in first.items():
@@ -120,11 +121,16 @@ def keys_of(groups: Sequence[tuple[CapturedLayer, ...]]) -> list[str]:
 
 
 def _surveyed(
-    model: nn.Module, captured: Capture, groups: Sequence[Sequence[str]], args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: nn.Module,
+    captured: Capture,
+    groups: Sequence[Sequence[str]],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss: Compared | None,
 ) -> tuple[dict[str, Payload], dict[str, Chance], ModelState | None]:
-    """What each of `groups` receives, by its first layer, and how; and the state of the model before.
+    """What each of `groups` receives, by its first layer, and how; and the state of the model and its loss before.
 
-    The state is None where forwards do not change it.
+    The state is None where neither forwards nor the loss change it; a loss may take out what a forward has left.
     Where a first forward builds something to keep, the second is taken; where layers are left out at random, more.
     """
     found: dict[str, Payload] = {}
@@ -132,11 +138,16 @@ def _surveyed(
     state: ModelState | None = None
     for attempt in range(MAX_SURVEYS):
         fated = FATES[(attempt + 1) % len(FATES)]  # left to chance last: then a layer runs, and those after it may not
-        before, chance = ModelState(model), Chance(random_states(), fated)
+        before = ModelState(model, () if loss is None else loss.loss.keeps)
+        chance = Chance(random_states(), fated)
         with fate(chance.fate):
             seen = survey(model, captured, groups, *map_tensors((args, kwargs), copied))
-        if before.has_changed():
-            if attempt == 0:
+        changes = before.has_changed()
+        if loss is not None:
+            loss(seen.output)
+        stays = before.has_changed()
+        if changes or stays:
+            if attempt == 0 and stays:
                 continue
             state = state or before
             state.restore()

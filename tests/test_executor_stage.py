@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import warnings
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -312,6 +313,24 @@ def test_a_batch_without_any_valid_label_has_no_loss_and_no_gradient(ranks: Rank
     batch = [(case.inputs, torch.full((8,), -100))]
     for rank in ranks.run(2, step_on_ranks, plan, case.model, batch, case.loss_fn):
         assert np.isnan(rank["losses"][0]) and rank["gradients"] == {}
+
+
+def told_on_rank(plan: Plan, model: nn.Module, whole: bool, loss_fn: Any) -> list[str]:
+    x, y = torch.randn(8, 16), torch.randint(0, 16, (8,))
+    with materialize(plan, model, loss_fn=loss_fn) as stage, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mine = slice(None) if whole else slice(stage.dp_rank, None, stage.dp_size)
+        for _ in range(2):
+            stage.train_step(x[mine], y[mine])
+    return [str(one.message) for one in caught]
+
+
+def test_a_replica_that_gets_the_whole_batch_says_so_once(ranks: RankPool) -> None:
+    case = mlp()
+    plan = plan_for(case, pp=1, dp=2, microbatches=2)
+    assert ranks.run(2, told_on_rank, plan, case.model, False, case.loss_fn) == [[], []]
+    for rank, told in enumerate(ranks.run(2, told_on_rank, plan, case.model, True, case.loss_fn)):
+        assert len(told) == 1 and f"replica {rank} of 2 was given 8 samples" in told[0] and "share is 4" in told[0]
 
 
 def mean_over_a_mask(output: torch.Tensor, target: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

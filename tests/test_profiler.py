@@ -258,3 +258,28 @@ def test_a_meta_model_that_reads_values_is_refused_with_the_reason() -> None:
         model = Reads()
     with pytest.raises(UnsupportedModelError, match="meta device"):
         profile(model, torch.randn(4, 4), loss_fn=lambda y, t: y.mean(), device="cpu")
+
+
+def test_a_loss_that_takes_out_what_layers_left_is_profiled_as_a_step_runs_it() -> None:
+    """Else what a forward left would stay for the next loss, with a graph that a backward has used already."""
+    bag: list[torch.Tensor] = []
+
+    class Leaves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.bag = nn.Linear(8, 8), bag
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = torch.tanh(self.inner(x))
+            self.bag.append(y.var())
+            return y
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = (output - target).square().mean()
+        while bag:
+            loss = loss + 0.1 * bag.pop()
+        return loss
+
+    model = nn.Sequential(Leaves(), Leaves(), Leaves())
+    found = profile(model, torch.randn(8, 8), loss_fn=loss_fn, example_target=torch.zeros(8, 8))
+    assert found.layers and bag == []

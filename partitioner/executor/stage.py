@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from types import TracebackType
@@ -33,6 +34,7 @@ from partitioner.plan import Plan
 from partitioner.recompute import Recomputed
 from partitioner.slicing import Slice
 from partitioner.specs import EXECUTED
+from partitioner.structures import tensors_in
 from partitioner.timeline import Timeline
 from partitioner.world import refuse_groups
 
@@ -451,12 +453,31 @@ class LiveStage:
         mesh = self._mesh
         if len(mesh.replica_ranks) > 1 and (self._num_calls <= COMPARE_FIRST or self._num_calls % COMPARE_EVERY == 0):
             refuse_differing(digest((args, kwargs, target)), mesh)
+        if self._num_calls == 1:
+            self._tell_of_whole_batch(args, kwargs)
         microbatches = self._cutter.cut(args, kwargs, target, self.plan.num_microbatches)
         parts = [
             part.kwargs if isinstance(inputs, Mapping) else part.args if type(inputs) is tuple else part.args[0]
             for part in microbatches
         ]
         return microbatches, loss.weights(microbatches, parts)
+
+    def _tell_of_whole_batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Where replicas get the plan's whole batch, each trains on all of it, and nothing else would say so."""
+        planned, replicas = self.plan.training.batch_size, self._mesh.num_replicas
+        if replicas == 1 or self.plan.training.objective != "train" or planned % replicas:
+            return
+        if any(tensor.dim() > self._cutter.batch_dim for tensor in tensors_in((args, dict(kwargs)))):
+            given = self._cutter.batch_size(args, kwargs)
+            if given == planned:
+                warnings.warn(
+                    f"replica {self._mesh.replica} of {replicas} was given {given} samples, the plan's whole batch, of "
+                    f"which its share is {planned // replicas}: a loader gets it by DistributedSampler(data, "
+                    "num_replicas=stage.dp_size, rank=stage.dp_rank). The same samples on all replicas are worked on "
+                    f"{replicas} times over; other ones on each make a batch of {given * replicas}",
+                    UserWarning,
+                    stacklevel=4,
+                )
 
     def _shares(self, microbatches: Sequence[MicroBatch], weights: Sequence[float]) -> tuple[float, list[float]]:
         """The whole batch's weight over all replicas, and what each micro-batch's loss counts for."""
