@@ -18,7 +18,7 @@ from partitioner.memory import memory_limit, stage_memory
 from partitioner.schedule import in_flight
 from partitioner.simulator import predict, simulate
 from partitioner.solver import chain as chains
-from partitioner.solver import evaluate, solve
+from partitioner.solver import played, solve
 from partitioner.solver import problem as one_setting
 from partitioner.solver.arrangement import arranged
 from partitioner.solver.chain import Chain, best_split, cheapest_split, smallest_bottleneck
@@ -738,7 +738,7 @@ def test_long_steps_are_extrapolated_to_what_a_full_replay_takes(seed, monkeypat
     splits = np.array(list(itertools.combinations(range(1, 9), 2)))
     replayer = Replayer(graph, there, setting)
     quick = replayer.total_s(splits)
-    monkeypatch.setattr(evaluate, "SAME", -1.0)  # no rounds are alike
+    monkeypatch.setattr(played, "SAME", -1.0)  # no rounds are alike
     assert quick == pytest.approx(replayer.total_s(splits), rel=1e-11)
     if graph.linked[1:-1].all():
         assert (replayer.least_s(splits) <= quick * (1 + 1e-9)).all()
