@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import contextlib
 import gc
 import inspect
 import random
@@ -329,14 +330,18 @@ def test_a_plan_that_recomputes_is_checked_and_one_that_cannot_is_refused_with_t
 def held_storages() -> dict[int, int]:
     """Bytes by address of all floating-point tensors there are."""
     gc.collect()
-    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and one.is_floating_point()]
-    return {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
+    held = {}
+    for one in gc.get_objects():
+        if issubclass(type(one), torch.Tensor) and one.is_floating_point():
+            with contextlib.suppress(RuntimeError):  # a wrapper that other tests have left has no memory of its own
+                held[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+    return held
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_stage_that_recomputes_holds_what_memory_says(shared: bool) -> None:
-    """What it received is held twice: where its gradient comes back, and as a copy that layers may write into, which
-    is the input of the first one. Where two layers take the same in, it is counted with each, and held once.
+    """What it received is counted as that, and with each layer that takes it in, and held once: one block too much,
+    which is there while it arrives, and another where two layers take the same in.
     """
 
     class Blocks(nn.Module):
@@ -376,4 +381,4 @@ def test_a_stage_that_recomputes_holds_what_memory_says(shared: bool) -> None:
         spread=Spread(recompute="always"),
     )
     predicted = sum(float(items[name][1] - items[name][0]) for name in ("activations", "received", "workspace"))
-    assert predicted - held == shared * 32 * 62 * 4
+    assert predicted - held == (1 + shared) * 32 * 62 * 4
