@@ -268,7 +268,8 @@ def _tell_counters(
     found = {
         item.name: item for item in steady.attributes if item.name in before and item.added == before[item.name].added
     }
-    found = {name: item for name, item in found.items() if item.added}
+    replaced = tuple(f"{item.name}." for item in steady.attributes)  # with an object made anew its numbers begin anew
+    found = {name: item for name, item in found.items() if item.added and not name.startswith(replaced)}
     if not found:
         return
     was_training = model.training

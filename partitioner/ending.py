@@ -72,7 +72,7 @@ def foretold() -> Foretold:
             break
         if where.partition(".")[0] not in _FOREIGN:
             found = _function_of(frame.f_code)
-            if found is not None and _may_set_after(frame.f_code, frame.f_lasti):
+            if found is not None and (rest.sets or _may_set_after(frame.f_code, frame.f_lasti)):
                 rest.resume(frame, found)
         frame = frame.f_back
     return {key: one for key, one in rest.sets.items() if one[2] is not _UNKNOWN}
@@ -226,7 +226,17 @@ class _Rest:
                     self.is_certain = False
                 elif isinstance(one, (ast.FunctionDef, ast.ClassDef)):
                     self.names[one.name] = _UNKNOWN
+                elif isinstance(one, ast.Call):
+                    self.hand_over(one)
             self.forget_names([one for one in ast.walk(top) if isinstance(getattr(one, "ctx", None), ast.Store)])
+
+    def hand_over(self, call: ast.Call) -> None:
+        """What a call that is not gone into is given, it may change: layers that are yet to come, above all."""
+        for each in (*call.args, *(word.value for word in call.keywords)):
+            if isinstance(each, (ast.Name, ast.Attribute)):
+                holder = self.value(each)
+                for key in [key for key in self.sets if key[0] == id(holder)]:
+                    self.sets[key] = (*self.sets[key][:2], _UNKNOWN)
 
     def forget_names(self, targets: Sequence[ast.AST]) -> None:
         for target in targets:
@@ -326,6 +336,7 @@ class _Rest:
             method = inspect.getattr_static(type(holder), func.attr, None)
             if _has_attributes(holder) and isinstance(method, FunctionType) and func.attr not in vars(holder):
                 return self.method(method, [holder, *values], by_name)
+        self.hand_over(one)
         return _UNKNOWN
 
     def applied(self, run: Callable[..., Any] | None, values: Sequence[Any]) -> Any:

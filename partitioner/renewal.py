@@ -248,7 +248,8 @@ class _Mark(NamedTuple):
     def of(cls, tensor: torch.Tensor, by_content: bool) -> _Mark:
         checksum = 0
         if by_content:
-            flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
+            values = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
+            flat = values.as_strided(values.shape, (1,)).view(torch.uint8)  # of one element any stride is contiguous
             for part in torch.split(flat, MAX_RELEASED):
                 checksum = zlib.crc32(part.cpu().numpy().data, checksum)
         return cls(version(tensor), tensor.data_ptr(), checksum)

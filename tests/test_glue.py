@@ -8,8 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from models import Case
+from odd_everyday_models import EVERYDAY
 from odd_glue_models import GLUE, Stack, rows
-from odd_models import squares
+from odd_models import ODD, squares
+from odder_models import ODDER
+from oddest_models import ODDEST
 from side_by_side import difference, possible_cuts, run_cut, run_whole, split, stage_models
 
 from partitioner.capture import Capture, capture
@@ -154,3 +157,13 @@ def test_what_comes_otherwise_than_it_was_foretold_is_refused(
     case = rows(Counts(and_then, by_layer), squares)
     with pytest.raises(UnsupportedModelError, match=r"changes '(calls|bonus)' from .*, which stage 0 reaches"):
         worst_over_steps(case, cuts)
+
+
+def test_what_layers_to_come_are_handed_is_not_foretold() -> None:
+    """Each layer counts in an object that the model makes anew and hands to it, and the buffers are single numbers."""
+    for name in ("auxiliary_losses_on_a_shared_state", "queue_of_keys"):
+        case = {**ODD, **ODDER, **ODDEST, **EVERYDAY}[name]()
+        captured = captured_with_loss(case)
+        cuts = possible_cuts(captured)
+        assert cuts
+        assert worst_over_steps(case, [cuts[len(cuts) // 2]]) < 1e-6
