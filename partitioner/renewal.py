@@ -118,13 +118,20 @@ class Then:
 class Kept:
     """All that a model keeps in places, and what of it forwards change."""
 
-    def __init__(self, places: Iterable[Place], passing: Sequence[dict[str, Any]] = ()) -> None:
-        """`passing`: see `Glance`."""
+    def __init__(
+        self, places: Iterable[Place], passing: Sequence[dict[str, Any]] = (), parameters: Iterable[torch.Tensor] = ()
+    ) -> None:
+        """`passing`: see `Glance`. `parameters`: what looks at their memory stays there, as training changes it."""
         self._passing = passing
         self._watched = [Watched(place) for place in places if place.may_change]
         held = [value for one in self._watched for _, value in one.items if isinstance(value, torch.Tensor)]
         found = {id(tensor): tensor for tensor in held if not isinstance(tensor, nn.Parameter)}
-        self._tensors = [tensor for tensor in found.values() if is_sendable(tensor) and not tensor.requires_grad]
+        trained = {storage_of(parameter) for parameter in parameters if parameter.layout == torch.strided}
+        self._tensors = [
+            tensor
+            for tensor in found.values()
+            if is_sendable(tensor) and not tensor.requires_grad and storage_of(tensor) not in trained
+        ]
         self._small = [one for one in self._tensors if one.nbytes < MAX_RELEASED and not one.is_meta]
         self._silent: list[torch.Tensor] = []
         """Those that forwards change without a trace."""
@@ -146,7 +153,7 @@ class Kept:
         """A forward begins: what the training loop has written since the last one is no change of it."""
         with torch._C.DisableTorchFunction(), torch.no_grad(), unrecorded():
             marks = [(mark.version, mark.address) for mark in self._marks]
-            if marks != [(version(tensor), tensor.data_ptr()) for tensor in self._looked_at]:
+            if self._looks_left or marks != [(version(tensor), tensor.data_ptr()) for tensor in self._looked_at]:
                 self._mark()
 
     def end(self) -> Then:

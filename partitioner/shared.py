@@ -124,7 +124,7 @@ class SharedState:
         self._num_known = 0
         self._glance: Glance | None = None
         self._watch_new()
-        self.kept = Kept(self._reach.places.values(), passing)
+        self.kept = Kept(self._reach.places.values(), passing, model.parameters())
 
     def begin(self) -> None:
         """A forward begins: what is to be at its end as it is now is noted."""

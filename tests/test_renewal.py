@@ -340,3 +340,25 @@ def test_memory_that_a_module_looks_at_in_two_ways_stays_one() -> None:
         one.table.data.fill_(3.0)
         assert float(look()[0]) == 3.0
         del loss
+
+
+def test_a_buffer_that_looks_at_a_parameter_goes_on_to_do_so() -> None:
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.arange(4.0))
+            self.register_buffer("view", self.weight.data[1:3])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * self.weight).sum() + (x[:2] * self.view).sum()
+
+    model, x = Looks(), torch.ones(4, requires_grad=True)
+    kept = Kept(Reach(model, lambda path: 1).places.values(), parameters=model.parameters())
+    for step in range(4):
+        kept.begin()
+        loss = model(x)
+        kept.end()
+        loss.backward()
+        with torch.no_grad():
+            model.weight += step + 1
+        assert torch.equal(model.view, model.weight[1:3])

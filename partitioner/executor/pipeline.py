@@ -43,7 +43,7 @@ class WholeModel:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._kept = Kept(Reach(model, lambda path: 1).places.values())
+        self._kept = Kept(Reach(model, lambda path: 1).places.values(), parameters=model.parameters())
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], received: Mapping[int, Payload]) -> SliceRun:
         """The model's output."""
