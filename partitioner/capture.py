@@ -27,7 +27,7 @@ from torch import nn
 from partitioner.attributes import Attribute as Changed
 from partitioner.errors import UnsupportedModelError
 from partitioner.losses import Compared
-from partitioner.profiles import Attribute, Buffer, Parameter
+from partitioner.profiles import Attribute, Buffer, Layer, LayerCost, Parameter
 from partitioner.reaching import Reach
 from partitioner.recording import Info, Node, Recording, record, tensor_nbytes, warm_up
 from partitioner.restore import untouched
@@ -115,6 +115,22 @@ class Capture:
     def structure(self) -> dict[str, Any]:
         """The fields of a `profiles.Profile` that are the same whatever device the costs are for."""
         return {name: getattr(self, name) for name in STRUCTURE}
+
+    def priced(self, costs: Mapping[str, Sequence[LayerCost]]) -> tuple[Layer, ...]:
+        """The layers with what each costs, by id."""
+        bytes_of = {parameter.names[0]: parameter for parameter in self.parameters}
+        return tuple(
+            Layer(
+                id=layer.id,
+                class_name=layer.class_name,
+                parameter_bytes=sum(bytes_of[name].bytes for name in layer.parameters),
+                gradient_bytes=sum(bytes_of[name].bytes for name in layer.parameters if bytes_of[name].trainable),
+                buffer_bytes=sum(buffer.bytes for buffer in self.buffers if layer.id in buffer.layers),
+                key=layer.key,
+                costs=tuple(costs[layer.id]),
+            )
+            for layer in self.layers
+        )
 
 
 STRUCTURE = (
@@ -748,8 +764,8 @@ class _Chooser:
                     "returns": returns.get(name, False),
                     "set_first": set_first.get(name, False),
                     "inside": layers,
+                    "foretold": name in foretold,
                 }
-                more["foretold"] = name in foretold
                 found.append(one.model_copy(update=more))
         for name, outside in self.recording.outside.items():
             zones = {self.zone(when) for when, _ in outside.writes}

@@ -173,17 +173,8 @@ def _layers(
             )
         return costs[key]
 
-    bytes_of = {parameter.names[0]: parameter for parameter in captured.parameters}
-    return tuple(
-        Layer(
-            id=layer.id,
-            class_name=layer.class_name,
-            parameter_bytes=sum(bytes_of[name].bytes for name in layer.parameters),
-            gradient_bytes=sum(bytes_of[name].bytes for name in layer.parameters if bytes_of[name].trainable),
-            key=layer.key,
-            costs=tuple(cost(work.at(size)[k], size) for size in sizes),
-        )
-        for k, layer in enumerate(captured.layers)
+    return captured.priced(
+        {layer.id: [cost(work.at(size)[k], size) for size in sizes] for k, layer in enumerate(captured.layers)}
     )
 
 

@@ -48,20 +48,7 @@ def layers_of(captures: dict[int, Capture], probes: dict[int, list[Probe]]) -> t
                     flops=layer.flops,
                 )
                 costs.setdefault(layer.id, []).append(cost)
-    last = next(reversed(captures.values()))
-    bytes_of = {parameter.names[0]: parameter for parameter in last.parameters}
-    return tuple(
-        Layer(
-            id=layer.id,
-            class_name=layer.class_name,
-            parameter_bytes=sum(bytes_of[name].bytes for name in layer.parameters),
-            gradient_bytes=sum(bytes_of[name].bytes for name in layer.parameters if bytes_of[name].trainable),
-            buffer_bytes=sum(buffer.bytes for buffer in last.buffers if layer.id in buffer.layers),
-            key=layer.key,
-            costs=tuple(costs[layer.id]),
-        )
-        for layer in last.layers
-    )
+    return next(reversed(captures.values())).priced(costs)
 
 
 def _shares(group: Sequence[CapturedLayer]) -> list[float]:
