@@ -183,7 +183,7 @@ def partition(
                     loss = Loss(model, loss_fn, loss_weight)
                     plan = _checked(plan, model, whole, loss, seed, notes)
                     if objective == "train":
-                        plan = _weighted(plan, model, whole, loss, notes, warned)
+                        plan = _weighted(plan, model, whole, inputs, loss, notes, warned)
         return plan.model_copy(update={"why": (*plan.why, *notes)})
 
     _refuse_too_many_ranks(num_devices(gpus))
@@ -262,11 +262,19 @@ def _checked(plan: Plan, model: nn.Module, batch: MicroBatch, loss: Loss, seed: 
     return plan
 
 
-def _weighted(plan: Plan, model: nn.Module, batch: MicroBatch, loss: Loss, notes: list[str], warned: list[str]) -> Plan:
+def _weighted(
+    plan: Plan,
+    model: nn.Module,
+    batch: MicroBatch,
+    inputs: Any,
+    loss: Loss,
+    notes: list[str],
+    warned: list[str],
+) -> Plan:
     """The plan with the rule by which its micro-batches' losses make that of the batch; warned where none does."""
     rule = loss.rule()
     count = plan.num_microbatches * plan.num_replicas
-    found = compare(model, batch, Cutter(plan.training.batch_dim), count, loss) if count > 1 else None
+    found = compare(model, batch, inputs, Cutter(plan.training.batch_dim), count, loss) if count > 1 else None
     if found is not None and not found.holds:
         parts = f"its {found.num_parts} micro-batches make {found.parts:.6g}"
         numbers = f"the loss of the batch is {found.whole:.6g}, and {parts}"

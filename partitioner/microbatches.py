@@ -45,6 +45,16 @@ def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (inputs,), {}
 
 
+def as_given(part: MicroBatch, inputs: Any) -> Any:
+    """A micro-batch's inputs in the form that those of its batch had: arguments, keywords, or the only one.
+
+    >>> as_given(MicroBatch((1,), {}, None, 1), [1, 2]), as_given(MicroBatch((1,), {}, None, 1), ([1, 2],))
+    (1, (1,))
+    """
+    args, kwargs = as_call(inputs)
+    return part.kwargs if kwargs else part.args if args is inputs else part.args[0]
+
+
 class Cutter:
     """Cuts batches of any size. `batch_dim` is the dimension of samples, `special` the arguments that differ."""
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from partitioner.losses import Loss
-from partitioner.microbatches import Cutter, MicroBatch
+from partitioner.microbatches import Cutter, MicroBatch, as_given
 from partitioner.restore import ModelState, random_states, set_random_states, untouched
 from partitioner.specs import Counted
 from partitioner.structures import map_tensors, tensors_in
@@ -41,12 +41,14 @@ class Comparison(NamedTuple):
     """Whether they make it with the loss's own rule."""
 
 
-def compare(model: nn.Module, batch: MicroBatch, cutter: Cutter, count: int, loss: Loss) -> Comparison | None:
-    """The loss of the whole batch beside that of `count` micro-batches; the model is untouched.
+def compare(
+    model: nn.Module, batch: MicroBatch, inputs: Any, cutter: Cutter, count: int, loss: Loss
+) -> Comparison | None:
+    """The loss of the whole batch, `inputs` as the caller gave them, beside that of `count` micro-batches.
 
-    Each forward starts from the same state, in training mode unless that draws random numbers or normalises over the
-    batch, which gives other numbers by design. None where it cannot be told: the batch has one sample, the model draws
-    random numbers in eval mode too or has no loss there, the whole batch does not fit.
+    The model is untouched. Each forward starts from the same state, in training mode unless that draws random numbers
+    or normalises over the batch, which gives other numbers by design. None where it cannot be told: the batch has one
+    sample, the model draws random numbers in eval mode too or has no loss there, the whole batch does not fit.
     """
     count = min(count, batch.samples)
     if count < 2:
@@ -56,7 +58,7 @@ def compare(model: nn.Module, batch: MicroBatch, cutter: Cutter, count: int, los
     if values is None:
         return None
     [whole], *found = values
-    weights = [loss.weights(parts, [as_given(part, batch) for part in parts]) for parts in splits]
+    weights = [loss.weights(parts, [as_given(part, inputs) for part in parts]) for parts in splits]
     own = "sum" if loss.is_sum(batch.kwargs) else None
     tolerance = _tolerance(model)
 
@@ -85,11 +87,6 @@ def compare(model: nn.Module, batch: MicroBatch, cutter: Cutter, count: int, los
             if error < least or (nearest is None and error <= least):
                 nearest, least = what, error
     return Comparison(whole, made, count, nearest, False)
-
-
-def as_given(part: MicroBatch, batch: MicroBatch) -> Any:
-    """The micro-batch in the form that `loss_weight` gets: keywords, arguments, or the only one."""
-    return part.kwargs if batch.kwargs else part.args if len(part.args) != 1 else part.args[0]
 
 
 def _made(losses: Sequence[float], weights: Sequence[float], added: bool) -> float:

@@ -88,7 +88,7 @@ def test_what_the_loss_is_a_mean_over_is_found(name: str, count: int) -> None:
     loss_fn, target, expected = LOSSES[name]
     torch.manual_seed(3)
     model, batch = nn.Linear(WIDTH, WIDTH), batch_of(target())
-    found = compare(model, batch, Cutter(), count, Loss(model, loss_fn, None))
+    found = compare(model, batch, None, Cutter(), count, Loss(model, loss_fn, None))
     assert found is not None and not found.holds and found.how == expected
     whole = float(loss_fn(model(*batch.args), batch.target).detach())
     assert found.whole == pytest.approx(whole, rel=1e-6)
@@ -114,7 +114,7 @@ def test_what_the_loss_is_a_mean_over_is_found(name: str, count: int) -> None:
 )
 def test_losses_that_tell_their_weights_hold(loss_fn: Any, target: Any) -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
-    found = compare(model, batch_of(target), Cutter(), 5, Loss(model, loss_fn, None))
+    found = compare(model, batch_of(target), None, Cutter(), 5, Loss(model, loss_fn, None))
     assert found is not None and found.holds and found.parts == pytest.approx(found.whole, rel=1e-5)
 
 
@@ -132,14 +132,16 @@ def test_of_rules_that_nearly_fit_the_nearest_is_taken() -> None:
 
     batch = MicroBatch((torch.ones(2, WIDTH),), {}, (classes, mask, wanted), 2)
     model = nn.Linear(WIDTH, WIDTH)
-    found = compare(model, batch, Cutter(), 2, Loss(model, loss_fn, None))
+    found = compare(model, batch, None, Cutter(), 2, Loss(model, loss_fn, None))
     assert found is not None
     assert found.how == Counted(argument="target", tensor=1)
 
 
 def test_a_loss_that_compares_samples_has_no_rule() -> None:
     model = nn.Linear(WIDTH, WIDTH)
-    found = compare(model, batch_of(torch.randn(SAMPLES, WIDTH)), Cutter(), 3, Loss(model, against_each_other, None))
+    found = compare(
+        model, batch_of(torch.randn(SAMPLES, WIDTH)), None, Cutter(), 3, Loss(model, against_each_other, None)
+    )
     assert found is not None and not found.holds and found.how is None
 
 
@@ -161,7 +163,7 @@ class Own(nn.Module):
 def test_the_models_own_loss_is_compared_without_a_trace() -> None:
     model, batch = Own(), batch_of(None, mask=uneven_mask())
     before, drawn = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
-    found = compare(model, batch, Cutter(), 4, Loss(model, None, None))
+    found = compare(model, batch, None, Cutter(), 4, Loss(model, None, None))
     assert found is not None and found.how == Counted(argument="mask")
     assert model.calls == 0 and model.training and model.body[1].training
     assert torch.equal(drawn, torch.get_rng_state())
@@ -174,7 +176,9 @@ def test_a_model_that_is_random_even_in_eval_mode_is_not_told_about() -> None:
             return super().forward(x + torch.randn_like(x))
 
     model, drawn = Noisy(WIDTH, WIDTH), torch.get_rng_state()
-    assert compare(model, batch_of(torch.ones(SAMPLES, WIDTH)), Cutter(), 3, Loss(model, nn.MSELoss(), None)) is None
+    assert (
+        compare(model, batch_of(torch.ones(SAMPLES, WIDTH)), None, Cutter(), 3, Loss(model, nn.MSELoss(), None)) is None
+    )
     assert torch.equal(drawn, torch.get_rng_state())
 
 

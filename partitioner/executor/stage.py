@@ -29,7 +29,7 @@ from partitioner.executor.recorder import Recorder
 from partitioner.executor.reduction import Reduction
 from partitioner.executor.replicas import Replicas
 from partitioner.losses import Loss, LossFunction, LossWeight
-from partitioner.microbatches import BatchDims, Cutter, MicroBatch, as_call, join
+from partitioner.microbatches import BatchDims, Cutter, MicroBatch, as_call, as_given, join
 from partitioner.plan import Plan
 from partitioner.recompute import Recomputed
 from partitioner.slicing import Slice
@@ -456,11 +456,7 @@ class LiveStage:
         if self._num_calls == 1:
             self._tell_of_whole_batch(args, kwargs)
         microbatches = self._cutter.cut(args, kwargs, target, self.plan.num_microbatches)
-        parts = [
-            part.kwargs if isinstance(inputs, Mapping) else part.args if type(inputs) is tuple else part.args[0]
-            for part in microbatches
-        ]
-        return microbatches, loss.weights(microbatches, parts)
+        return microbatches, loss.weights(microbatches, [as_given(part, inputs) for part in microbatches])
 
     def _tell_of_whole_batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Where replicas get the plan's whole batch, each trains on all of it, and nothing else would say so."""
