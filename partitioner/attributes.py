@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from partitioner.glance import Glance
-from partitioner.reaching import INTERNALS, MAX_ITEMS, Change, Reach, SequencePlace, Watched
+from partitioner.reaching import GONE, INTERNALS, MAX_ITEMS, Change, Reach, SequencePlace, Watched
 from partitioner.structures import PLAIN, is_python_object, is_same, opened, tensors_in
 
 Place = tuple[int, int]
@@ -302,7 +302,8 @@ class Attributes:
 
 def _held(place: Any, key: Any) -> Any:
     """What a place holds under a key, or a list as a whole."""
-    return list(place.parts()) if isinstance(place, SequencePlace) else dict(place.items()).get(key)
+    held = place.held(key)
+    return None if held is GONE else held
 
 
 def _attribute_of(item: Any, name: str) -> Any:

@@ -101,12 +101,6 @@ def _function_of(code: CodeType) -> ast.FunctionDef | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _may_set(code: CodeType) -> bool:
-    """Whether a function sets attributes or items, or calls something for that."""
-    return bool(_setting(code))
-
-
-@functools.lru_cache(maxsize=4096)
 def _may_set_after(code: CodeType, instruction: int) -> bool:
     """Whether it may do so after this instruction: behind it, or anywhere in a loop that is under way."""
     node, at = _function_of(code), _position(code, instruction)
@@ -350,7 +344,7 @@ class _Rest:
         node = _function_of(function.__code__)
         if node is None or self.depth >= _MAX_DEPTH or function.__code__.co_flags & _GENERATORS:
             return _UNKNOWN
-        if node.decorator_list or not _may_set(function.__code__):
+        if node.decorator_list or not _setting(function.__code__):
             return _UNKNOWN
         kept = self.names, self.globals, self.is_certain
         given = dict.fromkeys([each.arg for each in ast.walk(node.args) if isinstance(each, ast.arg)], _UNKNOWN)

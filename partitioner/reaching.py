@@ -22,7 +22,7 @@ import sysconfig
 import weakref
 from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ from torch import nn
 
 from partitioner.contents import content_of, has_content
 from partitioner.logbook import version
-from partitioner.structures import PLAIN, is_python_class, is_same, slots
+from partitioner.structures import PLAIN, is_python_class, is_same, slots, storage_of
 from partitioner.usage import WRITES, names_in, reads_of
 
 _MAX_DEPTH = 6
@@ -96,9 +96,9 @@ class Place:
     def readers_of_contents(self, key: Any) -> int:
         """Stages whose code may read what the tensor or array under `key` holds, by whichever name."""
         found = self.readers_of(key)
-        held = _memory(dict(self.items()).get(key)) if key in self.twins else None
+        held = _memory(self.held(key)) if key in self.twins else None
         for other, name in self.twins.get(key, ()):
-            if held is not None and _memory(dict(other.items()).get(name)) == held:
+            if held is not None and _memory(other.held(name)) == held:
                 found |= other.readers_of(name)
         return found
 
@@ -112,6 +112,10 @@ class Place:
         found = vars(self.owner) if hasattr(self.owner, "__dict__") else {}
         names = slots(type(self.owner))  # type: ignore[arg-type]  # mypy does not take classes for hashable
         return [*found.items(), *((key, getattr(self.owner, key)) for key in names if hasattr(self.owner, key))]
+
+    def held(self, key: Any) -> Any:
+        """What it holds under `key` now, a list as a whole; `GONE` where there is nothing."""
+        return dict(self.items()).get(key, GONE)
 
     def parts(self) -> Iterable[Any]:
         """Objects that are others, or in another order, where something else is held: quick to go through."""
@@ -210,6 +214,9 @@ class SequencePlace(Place):
 
     def items(self) -> list[tuple[Any, Any]]:
         return list(enumerate(self.owner))
+
+    def held(self, key: Any) -> Any:
+        return list(self.parts())
 
     def parts(self) -> Iterable[Any]:
         return list(self.owner)
@@ -689,10 +696,8 @@ def _content(cell: CellType) -> Any:
 def _memory(value: Any) -> int | None:
     """Where a tensor's or array's values lie; None for others and for parameters, which are followed by themselves."""
     if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
-        with torch._C.DisableTorchFunction(), suppress(NotImplementedError, RuntimeError):  # some have no memory
-            if value.layout == torch.strided:
-                return int(value.untyped_storage()._cdata)
-        return id(value)
+        with torch._C.DisableTorchFunction():
+            return storage_of(value) if value.layout == torch.strided else id(value)
     return id(value) if has_content(value) else None
 
 

@@ -62,7 +62,7 @@ class Then:
         as they are now, and as later forwards left them.
         """
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            values = [(place, key, then, _held(place, key)) for place, key, then in self._values.values()]
+            values = [(place, key, then, place.held(key)) for place, key, then in self._values.values()]
             unchanged = [one for one in values if _is_alike(one[2], one[3])]
             values = [one for one in values if not _is_alike(one[2], one[3])]
             tensors = [(tensor, then, tensor.detach().clone()) for tensor, then in self._tensors]
@@ -78,7 +78,7 @@ class Then:
                 for (tensor, then, now), mark in zip(tensors, marks, strict=True):
                     tensor.data.copy_(now if version(tensor) == mark else now + (tensor - then))
                 for place, key, then, now in values:
-                    after = _held(place, key)
+                    after = place.held(key)
                     if isinstance(place, SequencePlace):
                         _put(place, key, _merged(then, after, now))
                         self._tell_others(place, key, then, after)
@@ -86,7 +86,7 @@ class Then:
                     counted = all(type(one) in (int, float) for one in (then, now, after))
                     _put(place, key, now + (after - then) if counted else now)
                 for place, key, then, _ in unchanged:
-                    if then is not GONE and _held(place, key) is GONE:
+                    if then is not GONE and place.held(key) is GONE:
                         self._drop_in_others(place, key, then)
 
     def add(self, place: Place, key: Any, value: Any) -> None:
@@ -174,7 +174,7 @@ class Kept:
                                     pending.add(one.place, change.key, change.before)
                             self._values[id(one.place), change.key] = (one.place, change.key)
             self._glance = Glance(self._watched, self._passing)
-            now = {name: (place, key, _held(place, key)) for name, (place, key) in self._values.items()}
+            now = {name: (place, key, place.held(key)) for name, (place, key) in self._values.items()}
             self.latest = Then(now, list(self._moving.values()), self._all)
             self._count_holders()
             self._release()
@@ -280,10 +280,6 @@ def become(tensor: torch.Tensor, value: torch.Tensor, *, views_too: bool = False
     return True
 
 
-def _held(place: Place, key: Any) -> Any:
-    return list(place.parts()) if isinstance(place, SequencePlace) else dict(place.items()).get(key, GONE)
-
-
 def _is_alike(one: Any, other: Any) -> bool:
     """Whether they are the same, or lists of the same."""
     if isinstance(one, list) and isinstance(other, list):
@@ -315,5 +311,5 @@ def _merged(then: list[Any], after: list[Any], now: list[Any]) -> list[Any]:
 def _put(place: Place, key: Any, value: Any) -> None:
     if value is not GONE:
         place.put(key, value)
-    elif _held(place, key) is not GONE:
+    elif place.held(key) is not GONE:
         place.drop(key)

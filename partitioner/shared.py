@@ -29,7 +29,7 @@ from partitioner.errors import UnsupportedModelError
 from partitioner.glance import Glance
 from partitioner.logbook import Arguments, Decoder, Encoder, Made, is_sendable, left_name, pickled, withheld_in
 from partitioner.profiles import Attribute, Buffer
-from partitioner.reaching import GONE, BufferPlace, Change, Place, Reach, SequencePlace, Watched
+from partitioner.reaching import GONE, BufferPlace, Change, Place, Reach, Watched
 from partitioner.renewal import Kept, Then, become
 from partitioner.structures import is_same, tensors_in
 from partitioner.tracing import applied
@@ -151,7 +151,7 @@ class SharedState:
                 f"stage (pin={{layer: stage}}), capture with inputs that take this way, or use replicas only "
                 f"(mesh={{'dp': n}})"
             )
-            held = dict(place.items()).get(key, GONE)
+            held = place.held(key)
             absent = Absent(type(held).__name__, why)
             self._hidden.append((place, key, held, absent))
             place.put(key, absent)
@@ -161,7 +161,7 @@ class SharedState:
     def show(self) -> None:
         """The forward is over, in whatever way: what nobody has set is as it was before."""
         for place, key, held, absent in self._hidden:
-            if dict(place.items()).get(key) is absent:
+            if place.held(key) is absent:
                 place.drop(key) if held is GONE else place.put(key, held)
         if self._hidden:
             self._hidden = []
@@ -211,7 +211,7 @@ class SharedState:
         for place, key, before in self._start:
             if (id(place.owner), key) in known:
                 continue
-            now, name = _held(place, key), place.name_of(key)
+            now, name = place.held(key), place.name_of(key)
             last, adds = self._returning[name], self._adds.get(name, (0, 0))[0 if self._model.training else 1]
             after = before + adds if adds and type(before) is int else before
             if is_same(now, after) or self._stage > last:
@@ -226,7 +226,7 @@ class SharedState:
         for place, key, value in told:
             place.put(key, value)
         for place, key, value in expected.values():
-            change = Change(place, key, value, _held(place, key))
+            change = Change(place, key, value, place.held(key))
             earlier = self._readers_of(change) & ((1 << self._stage) - 1)
             if earlier and not is_same(change.now, value):
                 raise UnsupportedModelError(self._refusal(change, "the forward", (earlier & -earlier).bit_length() - 1))
@@ -327,7 +327,7 @@ class SharedState:
                 told = values.reshape(made.shape).to(self._device or made.device)
                 return applied(_OneWay, told.requires_grad_(), whose) if made.requires_grad else told
 
-            held: Any = list(place.parts()) if isinstance(place, SequencePlace) else dict(place.items()).get(key, GONE)
+            held: Any = place.held(key)
             if not content and held is not GONE and pickled(self._code_of(held)) == pickled((code, tensors)):
                 continue  # code before the layer has made the same change here
             value = Decoder(self._given(), self._own, make)(code)
@@ -478,10 +478,6 @@ class _OneWay(torch.autograd.Function):
             "captured forward and its loss did not read it. Capture with inputs and flags that take this way, pin the "
             "layers that use it to one stage (pin={layer: stage}), or detach it where it is read"
         )
-
-
-def _held(place: Place, key: Any) -> Any:
-    return dict(place.items()).get(key, GONE)
 
 
 def _bits(*stages: int) -> int:
