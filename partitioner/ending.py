@@ -24,7 +24,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import CodeType, FrameType, FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -123,9 +123,39 @@ def _setting(code: CodeType) -> tuple[ast.stmt | ast.expr, ...]:
     )
 
 
+@functools.lru_cache(maxsize=4096)
 def _position(code: CodeType, instruction: int) -> tuple[int, int] | None:
     line, _, column, _ = next(itertools.islice(code.co_positions(), instruction // 2, None))
     return None if line is None or column is None else (line, column)
+
+
+class _Effects(NamedTuple):
+    """What a part of a function may do, wherever in it."""
+
+    leaves: bool
+    """Return or raise."""
+    defined: tuple[str, ...]
+    """Functions and classes."""
+    handed_over: tuple[ast.expr, ...]
+    """What its calls are given by name."""
+    stores: tuple[ast.AST, ...]
+
+
+@functools.lru_cache(maxsize=4096)
+def _effects(part: ast.AST) -> _Effects:
+    """Looked up, as every forward that ends early asks for the same: to walk the tree takes milliseconds."""
+    found = tuple(ast.walk(part))
+    return _Effects(
+        any(isinstance(one, (ast.Return, ast.Raise)) for one in found),
+        tuple(one.name for one in found if isinstance(one, (ast.FunctionDef, ast.ClassDef))),
+        tuple(each for one in found if isinstance(one, ast.Call) for each in _handed_over(one)),
+        tuple(one for one in found if isinstance(getattr(one, "ctx", None), ast.Store)),
+    )
+
+
+def _handed_over(call: ast.Call) -> list[ast.expr]:
+    given = (*call.args, *(word.value for word in call.keywords))
+    return [each for each in given if isinstance(each, (ast.Name, ast.Attribute))]
 
 
 class _Returned(Exception):
@@ -215,22 +245,20 @@ class _Rest:
     def forget(self, block: Sequence[ast.AST]) -> None:
         """Nothing that these statements set is known any more, nor, where they may return, anything after them."""
         for top in block:
-            for one in ast.walk(top):
-                if isinstance(one, (ast.Return, ast.Raise)):
-                    self.is_certain = False
-                elif isinstance(one, (ast.FunctionDef, ast.ClassDef)):
-                    self.names[one.name] = _UNKNOWN
-                elif isinstance(one, ast.Call):
-                    self.hand_over(one)
-            self.forget_names([one for one in ast.walk(top) if isinstance(getattr(one, "ctx", None), ast.Store)])
+            effects = _effects(top)
+            self.is_certain = self.is_certain and not effects.leaves
+            for name in effects.defined:
+                self.names[name] = _UNKNOWN
+            if self.sets:
+                for each in effects.handed_over:
+                    self.hand_over(each)
+            self.forget_names(effects.stores)
 
-    def hand_over(self, call: ast.Call) -> None:
+    def hand_over(self, each: ast.expr) -> None:
         """What a call that is not gone into is given, it may change: layers that are yet to come, above all."""
-        for each in (*call.args, *(word.value for word in call.keywords)):
-            if isinstance(each, (ast.Name, ast.Attribute)):
-                holder = self.value(each)
-                for key in [key for key in self.sets if key[0] == id(holder)]:
-                    self.sets[key] = (*self.sets[key][:2], _UNKNOWN)
+        holder = self.value(each)
+        for key in [key for key in self.sets if key[0] == id(holder)]:
+            self.sets[key] = (*self.sets[key][:2], _UNKNOWN)
 
     def forget_names(self, targets: Sequence[ast.AST]) -> None:
         for target in targets:
@@ -327,10 +355,12 @@ class _Rest:
             holder = self.value(func.value)
             if holder is math and known:
                 return self.applied(getattr(math, func.attr, None), values)
-            method = inspect.getattr_static(type(holder), func.attr, None)
-            if _has_attributes(holder) and isinstance(method, FunctionType) and func.attr not in vars(holder):
-                return self.method(method, [holder, *values], by_name)
-        self.hand_over(one)
+            if _has_attributes(holder) and func.attr not in vars(holder):
+                method = inspect.getattr_static(type(holder), func.attr, None)
+                if isinstance(method, FunctionType):
+                    return self.method(method, [holder, *values], by_name)
+        for each in _handed_over(one) if self.sets else ():
+            self.hand_over(each)
         return _UNKNOWN
 
     def applied(self, run: Callable[..., Any] | None, values: Sequence[Any]) -> Any:
