@@ -672,7 +672,9 @@ class _Chooser:
                 if info.is_silent or info.needs_gradient or not can_be_sent:
                     last = max(last, *zones)
                 reason = f"the state {info.foreign!r} is changed in the forward and used on both sides"
-                self.forbid(no_cut, min(zones), last, reason)
+                for k in range(min(zones) + 1, last + 1):
+                    if info.foreign not in buffers or not self.holds_as_foretold(info.foreign, k):
+                        self.forbid(no_cut, k - 1, k, reason)
 
     def forbid_shared_weights(self, no_cut: dict[int, str]) -> None:
         """Parameters, or a parameter and a buffer, that are different objects over the same memory."""
@@ -726,7 +728,16 @@ class _Chooser:
     def is_foretold(self, item: Changed, k: int) -> bool:
         """Whether a stage that ends before layer k can tell what the rest of the forward makes of an attribute."""
         name = item.name.rpartition(".")[2]
-        return self.chosen[k] in self.recording.foretold.get((item.owner, name), ())
+        if self.chosen[k] in self.recording.foretold.get((item.owner, name), ()):
+            return True
+        buffers = dict(self.recording.model.named_buffers())
+        return item.name in buffers and self.holds_as_foretold(item.name, k)
+
+    def holds_as_foretold(self, buffer: str, k: int) -> bool:
+        """The same of what a buffer holds."""
+        path, _, name = buffer.rpartition(".")
+        table = self.recording.model.get_submodule(path)._buffers
+        return k < len(self.chosen) and self.chosen[k] in self.recording.foretold.get((id(table), name), ())
 
     def attributes(self, ids: list[str]) -> tuple[Attribute, ...]:
         """What was read or changed of Python state, but for that of modules which a layer has for itself."""
@@ -898,9 +909,17 @@ class _Chooser:
                 tensors[id(buffer)] = buffer
         number_of = {name: number for number, mine in names.items() for name in mine}
         owners: dict[int, set[int]] = defaultdict(set)
+        by_layers: set[int] = set()
+        """And those that a forward writes into."""
         for info in self.recording.infos:
             if info.foreign in number_of:
-                owners[number_of[info.foreign]] |= {self.zone(when) for when, _ in info.uses}
+                number = number_of[info.foreign]
+                owners[number] |= {self.zone(when) for when, _ in info.uses}
+                if info.writes or any(self.layer_around(node) is not None for _, node in info.uses):
+                    by_layers.add(number)
+        for number, mine in owners.items():  # a number that code between layers reads, such code may come to change
+            if mine and number not in by_layers and tensors[number].numel() == 1:
+                mine |= set(range(min(mine), len(self.chosen)))
         for k, chosen in enumerate(self.chosen):
             for buffer in model.get_submodule(self.nodes[chosen].path).buffers():
                 owners[id(buffer)].add(k)

@@ -1,13 +1,15 @@
 """Foretell what the rest of a forward will set in plain Python: where a stage ends it early, it does that itself.
 
 A counter that the model moves at the end of its forward would else be moved on the last stage alone. The code of the
-functions that are under way is read from where they are: what depends on numbers, flags and settings is worked out, and
-what depends on tensors, layers or unknown calls is not foretold. Later stages foretell the same and see what comes.
+functions that are under way is read from where they are: what depends on numbers, flags, settings and small buffers is
+worked out, and what depends on other tensors, layers or unknown calls is not foretold. Later stages foretell the same
+and see what comes.
 
     for layer in self.layers:        a stage ends here
         x = layer(x)
     if self.training:                True: known
         self.steps += 1              from 6 to 7
+        self.updates.add_(1)         likewise, where that is a buffer
     self.largest = float(x.max())    not foretold
 """
 
@@ -21,22 +23,37 @@ import linecache
 import math
 import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
+from partitioner.logbook import is_sendable
 from partitioner.structures import PLAIN, is_python_object
 
 Key = tuple[int, Any]
 """The id of what holds something, and the name or key under which."""
 Foretold = dict[Key, tuple[Any, Any, Any]]
-"""Holder, name and value."""
+"""Holder, name and value; of a buffer the holder is the module's table of them, the value a `Content`."""
+
+
+class Content(NamedTuple):
+    """What a buffer will hold: known, unlike other tensors."""
+
+    tensor: torch.Tensor
+
 
 _UNKNOWN: Any = object()
 _MAX_DEPTH = 4
+_MAX_ELEMENTS = 1024
+"""Of a buffer that is foretold."""
+_IN_PLACE = frozenset({"add_", "sub_", "mul_", "div_", "copy_", "fill_", "zero_", "clamp_"})
+_COPIES = frozenset({"item", "clone", "detach", "long", "int", "float", "double", "bool"})
+"""Methods of tensors that are worked out."""
 _OUTERMOST = {("partitioner.slicing", "run"), ("partitioner.recording", "record")}
 """Functions that call the model."""
 _FOREIGN = frozenset({"torch", "partitioner", *sys.stdlib_module_names} - {"__main__"})
@@ -63,9 +80,17 @@ _OPERATORS: dict[type, Callable[..., Any]] = {
 _FUNCTIONS: dict[str, Callable[..., Any]] = {f.__name__: f for f in (min, max, abs, int, float, bool, round)}
 
 
-def foretold() -> Foretold:
-    """What the functions of the user's that are under way will set before the forward is over."""
-    rest, frame = _Rest(), inspect.currentframe()
+def foretold(strangers: Collection[int] = ()) -> Foretold:
+    """What the functions of the user's that are under way will set before the forward is over.
+
+    `strangers`: buffers by id that this rank does not have.
+    """
+    with _disable_current_modes():
+        return _foretold(strangers)
+
+
+def _foretold(strangers: Collection[int]) -> Foretold:
+    rest, frame = _Rest(strangers), inspect.currentframe()
     while frame is not None:
         where = frame.f_globals.get("__name__", "")
         if (where, frame.f_code.co_name) in _OUTERMOST:
@@ -139,6 +164,7 @@ class _Effects(NamedTuple):
     handed_over: tuple[ast.expr, ...]
     """What its calls are given by name."""
     stores: tuple[ast.AST, ...]
+    """What is set, or called a method of that works in place."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -149,13 +175,24 @@ def _effects(part: ast.AST) -> _Effects:
         any(isinstance(one, (ast.Return, ast.Raise)) for one in found),
         tuple(one.name for one in found if isinstance(one, (ast.FunctionDef, ast.ClassDef))),
         tuple(each for one in found if isinstance(one, ast.Call) for each in _handed_over(one)),
-        tuple(one for one in found if isinstance(getattr(one, "ctx", None), ast.Store)),
+        tuple(one for one in found if isinstance(getattr(one, "ctx", None), ast.Store))
+        + tuple(each for one in found if isinstance(one, ast.Attribute) for each in _changed_by(one)),
     )
 
 
 def _handed_over(call: ast.Call) -> list[ast.expr]:
     given = (*call.args, *(word.value for word in call.keywords))
     return [each for each in given if isinstance(each, (ast.Name, ast.Attribute))]
+
+
+def _changed_by(method: ast.Attribute) -> list[ast.expr]:
+    """What methods that work in place, one after another, change."""
+    if not method.attr.endswith("_") or method.attr.startswith("_"):
+        return []
+    one = method.value
+    while isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute) and one.func.attr.endswith("_"):
+        one = one.func.value
+    return [one]
 
 
 class _Returned(Exception):
@@ -165,7 +202,8 @@ class _Returned(Exception):
 class _Rest:
     """Works through the statements that are left."""
 
-    def __init__(self) -> None:
+    def __init__(self, strangers: Collection[int] = ()) -> None:
+        self.strangers = strangers
         self.sets: Foretold = {}
         self.names: dict[str, Any] = {}
         self.globals: dict[str, Any] = {}
@@ -219,12 +257,13 @@ class _Rest:
                 self.set(one.target, self.value(one.value))
         elif isinstance(one, ast.AugAssign):
             before, more = self.value(one.target), self.value(one.value)
-            self.set(one.target, self.operation(type(one.op), before, more))
+            value = self.operation(type(one.op), before, more)
+            self.set(one.target, _stored(before, value) if isinstance(before, Content) else value)
         elif isinstance(one, ast.Expr):
             self.value(one.value)
         elif isinstance(one, ast.If):
-            test = self.value(one.test)
-            if not isinstance(test, PLAIN):
+            test = _truth(self.value(one.test))
+            if test is _UNKNOWN:
                 self.forget([one])
             else:
                 self.run(one.body if test else one.orelse)
@@ -257,7 +296,11 @@ class _Rest:
     def hand_over(self, each: ast.expr) -> None:
         """What a call that is not gone into is given, it may change: layers that are yet to come, above all."""
         holder = self.value(each)
-        for key in [key for key in self.sets if key[0] == id(holder)]:
+        if isinstance(holder, Content):
+            self.set(each, _UNKNOWN)
+            return
+        ids = {id(holder), id(holder._buffers) if isinstance(holder, nn.Module) else 0}
+        for key in [key for key in self.sets if key[0] in ids]:
             self.sets[key] = (*self.sets[key][:2], _UNKNOWN)
 
     def forget_names(self, targets: Sequence[ast.AST]) -> None:
@@ -275,6 +318,16 @@ class _Rest:
             self.set(target.value, _UNKNOWN)
         elif isinstance(target, (ast.Attribute, ast.Subscript)):
             holder = self.value(target.value)
+            if isinstance(holder, Content):
+                of_it = isinstance(target, ast.Subscript) and isinstance(target.value, ast.Attribute)
+                key = self.value(target.slice) if isinstance(target, ast.Subscript) else _UNKNOWN
+                self.set(target.value, _with_item(holder, key, value) if of_it else _UNKNOWN)
+                return
+            if isinstance(target, ast.Attribute) and isinstance(holder, nn.Module) and target.attr in holder._buffers:
+                known = isinstance(value, Content) and self.is_certain
+                table: Any = holder._buffers
+                self.sets[id(table), target.attr] = (table, target.attr, value if known else _UNKNOWN)
+                return
             key = target.attr if isinstance(target, ast.Attribute) else self.value(target.slice)
             is_plain = _sets_plainly(holder, key) if isinstance(target, ast.Attribute) else type(holder) is dict
             if is_plain and isinstance(key, (str, int)):
@@ -293,6 +346,8 @@ class _Rest:
             return self.held(holder, one.attr) if _has_attributes(holder) else _UNKNOWN
         if isinstance(one, ast.Subscript):
             holder, key = self.value(one.value), self.value(one.slice)
+            if isinstance(holder, Content):
+                return _worked_out(operator.getitem, holder, key)
             is_plain = type(holder) is dict and isinstance(key, (str, int))
             return self.held(holder, key) if is_plain else _UNKNOWN
         if isinstance(one, ast.UnaryOp):
@@ -303,33 +358,28 @@ class _Rest:
             values = [self.value(each) for each in (one.left, *one.comparators)]
             for op, left, right in zip(one.ops, values, values[1:], strict=False):
                 found = self.operation(type(op), left, right)
-                if found is _UNKNOWN or not found:
+                if len(values) == 2 or found is _UNKNOWN or not _truth(found):
                     return found
             return True
         if isinstance(one, ast.BoolOp):
             found = _UNKNOWN
             for each in one.values:
                 found = self.value(each)
-                if found is _UNKNOWN or not isinstance(found, PLAIN):
+                if _truth(found) is _UNKNOWN:
                     return _UNKNOWN
-                if bool(found) != isinstance(one.op, ast.And):
+                if _truth(found) != isinstance(one.op, ast.And):
                     return found
             return found
         if isinstance(one, ast.IfExp):
-            test = self.value(one.test)
-            return _UNKNOWN if not isinstance(test, PLAIN) else self.value(one.body if test else one.orelse)
+            test = _truth(self.value(one.test))
+            return _UNKNOWN if test is _UNKNOWN else self.value(one.body if test else one.orelse)
         if isinstance(one, ast.Call):
             return self.call(one)
         self.forget([one])
         return _UNKNOWN
 
     def operation(self, op: type, *values: Any) -> Any:
-        if op not in _OPERATORS or not all(isinstance(value, PLAIN) for value in values):
-            return _UNKNOWN
-        try:
-            return _OPERATORS[op](*values)
-        except (ArithmeticError, TypeError, ValueError):
-            return _UNKNOWN
+        return _worked_out(_OPERATORS.get(op), *values)
 
     def held(self, holder: Any, key: Any) -> Any:
         if (id(holder), key) in self.sets:
@@ -339,15 +389,28 @@ class _Rest:
             return table[key]
         if isinstance(holder, nn.Module) and key in holder._modules:
             return holder._modules[key]
+        if isinstance(holder, nn.Module) and key in holder._buffers:
+            return self.content(holder, key)
         found = inspect.getattr_static(type(holder), str(key), _UNKNOWN)
         return found if isinstance(found, PLAIN) else _UNKNOWN
+
+    def content(self, holder: nn.Module, key: str) -> Any:
+        """What a buffer holds by then."""
+        known: Any = self.sets.get((id(holder._buffers), key))
+        if known is not None:
+            return known[2]
+        buffer = holder._buffers[key]
+        if buffer is None or id(buffer) in self.strangers or not is_sendable(buffer):
+            return _UNKNOWN
+        is_large = buffer.is_meta or buffer.numel() > _MAX_ELEMENTS
+        return _UNKNOWN if is_large or buffer.requires_grad else Content(buffer.detach())
 
     def call(self, one: ast.Call) -> Any:
         """Plain functions of Python are worked out; a method of the model's own is gone into; all others are not."""
         values = [self.value(each) for each in one.args]
         by_name = {each.arg: self.value(each.value) for each in one.keywords}
         func = one.func
-        known = all(isinstance(value, PLAIN) for value in values) and not by_name
+        known = all(isinstance(value, (*PLAIN, Content)) for value in values) and not by_name
         if isinstance(func, ast.Name) and func.id not in self.names and func.id not in self.globals:
             run = _FUNCTIONS.get(func.id)
             return self.applied(run, values) if run is not None and known else _UNKNOWN
@@ -355,6 +418,11 @@ class _Rest:
             holder = self.value(func.value)
             if holder is math and known:
                 return self.applied(getattr(math, func.attr, None), values)
+            if isinstance(holder, Content):
+                found = self.of_buffer(func, holder, values) if known else _UNKNOWN
+                if found is _UNKNOWN:
+                    self.forget_names(_changed_by(func))
+                return found
             if _has_attributes(holder) and func.attr not in vars(holder):
                 method = inspect.getattr_static(type(holder), func.attr, None)
                 if isinstance(method, FunctionType):
@@ -363,11 +431,18 @@ class _Rest:
             self.hand_over(each)
         return _UNKNOWN
 
+    def of_buffer(self, func: ast.Attribute, content: Content, values: list[Any]) -> Any:
+        """What a method of a buffer returns; one that works in place sets it."""
+        method = getattr(torch.Tensor, func.attr, None)
+        if func.attr in _IN_PLACE:
+            changed = _worked_out(method, _copy(content), *values)
+            for target in _changed_by(func):
+                self.set(target, changed)
+            return changed
+        return _worked_out(method, content) if func.attr in _COPIES and not values else _UNKNOWN
+
     def applied(self, run: Callable[..., Any] | None, values: Sequence[Any]) -> Any:
-        try:
-            found = _UNKNOWN if run is None else run(*values)
-        except Exception:  # then the forward fails there too
-            return _UNKNOWN
+        found = _worked_out(run, *values)
         return found if isinstance(found, PLAIN) else _UNKNOWN
 
     def method(self, function: FunctionType, values: list[Any], by_name: dict[str | None, Any]) -> Any:
@@ -389,6 +464,40 @@ class _Rest:
         self.depth -= 1
         self.names, self.globals, self.is_certain = kept
         return _UNKNOWN
+
+
+def _worked_out(run: Callable[..., Any] | None, *values: Any) -> Any:
+    """What this makes of plain values and of what buffers hold; unknown where it is given something else."""
+    if run is None or not all(isinstance(value, (*PLAIN, Content)) for value in values):
+        return _UNKNOWN
+    try:
+        with torch.no_grad():
+            found = run(*(value.tensor if isinstance(value, Content) else value for value in values))
+    except Exception:  # then the forward fails there too
+        return _UNKNOWN
+    if isinstance(found, torch.Tensor):
+        return Content(found)
+    return found if isinstance(found, PLAIN) else _UNKNOWN
+
+
+def _copy(content: Content) -> Content:
+    return Content(content.tensor.clone())
+
+
+def _truth(value: Any) -> Any:
+    """Whether a condition holds, or that this is not known."""
+    return _worked_out(bool, value)
+
+
+def _stored(before: Content, value: Any) -> Any:
+    """A value as it is when it was stored in place of another."""
+    return _worked_out(torch.Tensor.copy_, _copy(before), value) if isinstance(value, Content) else _UNKNOWN
+
+
+def _with_item(content: Content, key: Any, value: Any) -> Any:
+    """With another item under a key."""
+    changed = _copy(content)
+    return _UNKNOWN if _worked_out(operator.setitem, changed, key, value) is _UNKNOWN else changed
 
 
 def _has_attributes(holder: Any) -> bool:

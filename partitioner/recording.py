@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from partitioner.attributes import Attribute, Attributes, Left, Outside, Place
-from partitioner.ending import Foretold, Key, foretold
+from partitioner.ending import Content, Foretold, Key, foretold
 from partitioner.errors import UnsupportedModelError
 from partitioner.logbook import Arguments, Encoder, is_sendable, left_name, num_passed, sizes, version, withheld_in
 from partitioner.losses import Compared, LossFunction
@@ -367,7 +367,7 @@ class _Recorder(Watcher):
             for number, told in self.told.items():
                 for key, (holder, name, value) in told.items():
                     table = holder if type(holder) is dict else vars(holder)
-                    if name in table and is_same(table[name], value):
+                    if name in table and _is_as_foretold(table[name], value):
                         found[key].add(number)
         self.recording.foretold = dict(found)
 
@@ -759,6 +759,12 @@ def _depends_on_values(func: Any, given: list[torch.Tensor]) -> bool:
     if func._overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put_):
         return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in given)
     return True
+
+
+def _is_as_foretold(now: Any, value: Any) -> bool:
+    if not isinstance(value, Content):
+        return is_same(now, value)
+    return isinstance(now, torch.Tensor) and now.dtype == value.tensor.dtype and torch.equal(now, value.tensor)
 
 
 def _look(tensor: torch.Tensor) -> str:

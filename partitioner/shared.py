@@ -24,7 +24,7 @@ from torch import nn
 
 from partitioner.absent import Absent
 from partitioner.contents import content_of, fill
-from partitioner.ending import Foretold
+from partitioner.ending import Content, Foretold
 from partitioner.errors import UnsupportedModelError
 from partitioner.glance import Glance
 from partitioner.logbook import Arguments, Decoder, Encoder, Made, is_sendable, left_name, pickled, withheld_in
@@ -184,10 +184,23 @@ class SharedState:
             found += [(place, key) for key in keys]
         return found
 
-    def labelled(self, told: Foretold) -> Told:
-        """What was foretold, under names that are the same on every rank."""
+    def labelled(self, told: Foretold, before: Told) -> Told:
+        """What was foretold, under names that are the same on every rank; the content of buffers as bytes.
+
+        `before`: what the stage before has told; of buffers that this one does not have, that is passed on.
+        """
         found = [(self._reach.places.get(id(owner)), key, value) for owner, key, value in told.values()]
-        return tuple((one.kind, one.name, key, value) for one, key, value in found if one is not None)
+        passed = tuple(one for one in before if self._is_elsewhere(*one[:3]))
+        return passed + tuple(
+            (one.kind, one.name, key, _bytes_of(value.tensor) if isinstance(value, Content) else value)
+            for one, key, value in found
+            if one is not None
+        )
+
+    def _is_elsewhere(self, kind: str, name: str, key: Any) -> bool:
+        """Whether it is a buffer that other stages alone have."""
+        mask = self._buffers.get(f"{name}.{key}" if name else key, 0) if kind == BufferPlace.kind else 0
+        return bool(mask) and not mask >> self._stage & 1
 
     def expect(self, told: Told) -> None:
         """The stage's own part begins, and this is what the stage before has foretold and goes on with."""
@@ -223,14 +236,30 @@ class SharedState:
             readers = self._readers.get(place.name_of(key), place.readers_of(key))
             if readers & ((1 << self._stage) - 1):
                 raise UnsupportedModelError(self._refusal(change, "the forward", 0))
-        for place, key, value in told:
-            place.put(key, value)
-        for place, key, value in expected.values():
-            change = Change(place, key, value, place.held(key))
-            earlier = self._readers_of(change) & ((1 << self._stage) - 1)
-            if earlier and not is_same(change.now, value):
-                raise UnsupportedModelError(self._refusal(change, "the forward", (earlier & -earlier).bit_length() - 1))
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            for place, key, value in told:
+                self._let_hold(place, key, value)
+            for place, key, value in expected.values():
+                change = Change(place, key, value, place.held(key), isinstance(place, BufferPlace))
+                earlier = self._readers_of(change) & ((1 << self._stage) - 1)
+                if earlier and not self._holds(place, key, value):
+                    reader = (earlier & -earlier).bit_length() - 1
+                    raise UnsupportedModelError(self._refusal(change, "the forward", reader))
         return self.kept.end() if torch.is_grad_enabled() else None
+
+    def _holds(self, place: Place, key: Any, value: Any) -> bool:
+        """Whether a place holds what was foretold."""
+        now = place.held(key)
+        if not isinstance(place, BufferPlace) or self._is_elsewhere(place.kind, place.name, key):
+            return isinstance(place, BufferPlace) or is_same(now, value)
+        return isinstance(now, torch.Tensor) and _bytes_of(now) == value
+
+    def _let_hold(self, place: Place, key: Any, value: Any) -> None:
+        now = place.held(key)
+        if not isinstance(place, BufferPlace):
+            place.put(key, value)
+        elif isinstance(now, torch.Tensor) and not self._holds(place, key, value):
+            _write(now, _tensor_of(value, now.dtype).reshape(now.shape).to(now.device))
 
     def is_still(self) -> bool:
         """Whether nothing has changed since the last look: quick to tell."""
@@ -319,12 +348,11 @@ class SharedState:
                 if isinstance(tensors[k], str):
                     assert stand_in is not None
                     return stand_in(tensors[k], made)
-                values = (
-                    torch.frombuffer(bytearray(tensors[k]), dtype=getattr(torch, made.dtype))
-                    if tensors[k]
-                    else (torch.empty(0, dtype=getattr(torch, made.dtype)))
+                told = (
+                    _tensor_of(tensors[k], getattr(torch, made.dtype))
+                    .reshape(made.shape)
+                    .to(self._device or made.device)
                 )
-                told = values.reshape(made.shape).to(self._device or made.device)
                 return applied(_OneWay, told.requires_grad_(), whose) if made.requires_grad else told
 
             held: Any = place.held(key)
@@ -336,10 +364,8 @@ class SharedState:
                 with torch.no_grad():
                     if not isinstance(held, torch.Tensor):
                         fill(held, value)
-                    elif become(held, value.clone()):
-                        torch.autograd.graph.increment_version(held)
                     else:
-                        held.copy_(value)
+                        _write(held, value)
             else:
                 place.put(key, value)
         self.mark()
@@ -490,6 +516,18 @@ def _bits(*stages: int) -> int:
 def _bytes_of(tensor: torch.Tensor) -> bytes:
     plain = tensor.detach().cpu().contiguous().reshape(-1)
     return plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+
+
+def _tensor_of(content: bytes, dtype: torch.dtype) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=dtype) if content else torch.empty(0, dtype=dtype)
+
+
+def _write(held: torch.Tensor, value: torch.Tensor) -> None:
+    """Let a tensor that the model keeps hold these values; graphs that saved it keep the old ones."""
+    if become(held, value.clone()):
+        torch.autograd.graph.increment_version(held)
+    else:
+        held.copy_(value)
 
 
 def _short(value: Any) -> str:

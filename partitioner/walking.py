@@ -177,7 +177,7 @@ class Walk(Watcher):
         self.ended, self.stopped_at = True, call_id
         if self.part.shared is not None:
             with torch._C.DisableTorchFunction():
-                self.rest = self.part.shared.labelled(foretold())
+                self.rest = self.part.shared.labelled(foretold(self.part.strangers), self.told)
         self.compare_names()
         self.held_handles = [hook for hook in self.hooks_added if hook.handle() is not None]
         self.keep_survivors()

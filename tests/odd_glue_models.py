@@ -241,3 +241,76 @@ def generators_of_its_own() -> nn.Module:
             return self.run(x * (self.old.rand() + self.new.random() + self.plain.random()))
 
     return Model()
+
+
+# -- what is counted in buffers
+
+
+class Counted(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("step", torch.zeros((), dtype=torch.long))
+
+
+@odd
+def counts_in_a_buffer_at_the_end() -> nn.Module:
+    class Model(Counted):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.run(x * (1 + 0.1 * self.step))
+            if self.training:
+                self.step += 1
+            return x
+
+    return Model()
+
+
+@odd
+def counts_in_buffers_by_methods_at_the_end() -> nn.Module:
+    """One every third time, another by an item, one that is put in anew; their values are saved for the backward."""
+
+    class Model(Counted):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("rate", torch.ones(2))
+            self.register_buffer("power", torch.ones(()))
+
+        def count(self) -> None:
+            self.step.add_(1)
+            if self.step % 3 == 0 and int(self.step) < 9:
+                self.rate.mul_(0.5).add_(0.1)
+            self.rate[1] = self.rate[1] + 0.25
+            self.power = self.power * 0.9
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.run(x * self.rate[0] + self.rate[1] / (1 + self.step)) * self.power
+            x = x * self.rate.sum()
+            self.count()
+            return x * self.power
+
+    return Model()
+
+
+@odd
+def counts_in_a_buffer_of_an_inner_model() -> nn.Module:
+    """Between its layers, and read at its beginning and its end."""
+
+    class Inner(Counted):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = torch.tanh(self.layers[1](torch.tanh(self.layers[0](x / (1 + self.step)))))
+            self.step.add_(1)
+            return torch.tanh(self.layers[3](torch.tanh(self.layers[2](x)))) / self.step
+
+    return nn.Sequential(lin(), nn.Tanh(), Inner(), lin(), nn.Tanh(), lin())
+
+
+@odd
+def counts_in_a_buffer_from_the_fourth_forward_on() -> nn.Module:
+    class Model(Counted):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            x = self.run(x * (1 + 0.1 * self.step))
+            if self.calls > 3:
+                self.step += 1
+            return x
+
+    return Model()
