@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from partitioner.arguments import check_arguments, full_mesh, num_devices
-from partitioner.capture import fingerprint
+from partitioner.capture import copied, fingerprint, written_weights
 from partitioner.errors import (
     ArgumentError,
     InfeasibleError,
@@ -30,9 +30,12 @@ from partitioner.plan import Plan
 from partitioner.profiler import profile as measure
 from partitioner.profiles import Profile
 from partitioner.progress import Progress, portion, shown
+from partitioner.restore import untouched
 from partitioner.selfcheck import check_split
 from partitioner.solver import solve
+from partitioner.solver.writing import AT_FIRST
 from partitioner.specs import Cluster, Device, LossRule, Training, optimizer_state_bytes, parse_bytes
+from partitioner.structures import map_tensors
 from partitioner.tracing import unwrap
 from partitioner.trial import explained
 from partitioner.whole_batch import compare
@@ -181,6 +184,7 @@ def partition(
                 whole = MicroBatch(args, kwargs, example_target, samples)
                 with explained(model, [whole], loss_fn, batch_dim):
                     loss = Loss(model, loss_fn, loss_weight)
+                    loss.beside = (written_weights(model, measured.parameters),)
                     plan = _checked(plan, model, whole, loss, seed, notes)
                     if objective == "train":
                         plan = _weighted(plan, model, whole, inputs, loss, notes, warned)
@@ -274,7 +278,12 @@ def _weighted(
     """The plan with the rule by which its micro-batches' losses make that of the batch; warned where none does."""
     rule = loss.rule()
     count = plan.num_microbatches * plan.num_replicas
-    found = compare(model, batch, inputs, Cutter(plan.training.batch_dim), count, loss) if count > 1 else None
+    at_first = [why for why in plan.why if why.startswith(AT_FIRST)]
+    with untouched(model, loss.keeps):
+        if count > 1 and at_first:
+            with torch.no_grad():
+                model(*map_tensors(batch.args, copied), **map_tensors(batch.kwargs, copied))
+        found = compare(model, batch, inputs, Cutter(plan.training.batch_dim), count, loss) if count > 1 else None
     if found is not None and not found.holds:
         parts = f"its {found.num_parts} micro-batches make {found.parts:.6g}"
         numbers = f"the loss of the batch is {found.whole:.6g}, and {parts}"
@@ -297,6 +306,7 @@ def _weighted(
             )
             (notes if accepted else warned).append(f"{numbers}, as loss_weight='samples' asks" if accepted else text)
         notes += warned
+    warned += at_first if count > 1 else []
     return plan.model_copy(update={"training": plan.training.model_copy(update={"loss_rule": rule})})
 
 

@@ -30,10 +30,11 @@ from partitioner.losses import Compared
 from partitioner.profiles import Attribute, Buffer, Layer, LayerCost, Parameter
 from partitioner.reaching import Reach
 from partitioner.recording import Info, Node, Recording, record, tensor_nbytes, warm_up
-from partitioner.restore import untouched
+from partitioner.restore import Weights, untouched
 from partitioner.shared import Masks
 from partitioner.structures import map_tensors, storage_of, tensors_in
 from partitioner.tracing import unwrap
+from partitioner.written import parameters_kept
 
 MAX_CLOSED = 0.5
 """Share of the work above which a module is opened though it keeps state from forward to forward."""
@@ -162,6 +163,11 @@ def fingerprint(model: nn.Module) -> str:
     return state.hexdigest()[:16]
 
 
+def written_weights(model: nn.Module, parameters: Sequence[Parameter]) -> Weights:
+    """Those into which forwards write."""
+    return Weights(model.get_parameter(one.names[0]) for one in parameters if one.written)
+
+
 def capture(
     model: nn.Module,
     args: tuple[Any, ...] = (),
@@ -195,8 +201,26 @@ def capture(
             joinable=joinable,
             buffers=_used_by_either(captured, other),
             attributes=_read_in_either(captured, other),
+            parameters=_written_in_either(captured, other),
         )
     return captured
+
+
+def _written_in_either(captured: Capture, other: Capture) -> tuple[Parameter, ...]:
+    """With what the first forward alone writes into, and does no more."""
+    order = {layer.id: k for k, layer in enumerate(captured.layers)}
+    first = {parameter.names: parameter for parameter in other.parameters if parameter.written}
+    return tuple(
+        parameter.model_copy(
+            update={
+                "written": parameter.written or "first",
+                "layers": tuple(sorted({*parameter.layers, *first[parameter.names].layers}, key=order.__getitem__)),
+            }
+        )
+        if parameter.names in first
+        else parameter
+        for parameter in captured.parameters
+    )
 
 
 def _used_by_either(captured: Capture, other: Capture) -> tuple[Buffer, ...]:
@@ -249,22 +273,23 @@ def _recordings(
             mine, by_name = map_tensors((args, kwargs), copied)
             warm_up(model, mine, by_name, loss)
     for attempt in range(MAX_ATTEMPTS):
-        with untouched(model, others) as state, fate(FATES[attempt % len(FATES)]):
+        with untouched(model, others) as state, parameters_kept(model) as kept, fate(FATES[attempt % len(FATES)]):
             _skip_random_numbers(0 if best is None else len(best[1].order))
             quiet = deciding if attempt == MAX_ATTEMPTS - 1 else set()
             for module in quiet:
                 module.training = False
             first = steady = record(model, *map_tensors((args, kwargs), copied), loss=loss)
-            if first.attributes:
+            if first.attributes or first.parameter_writes:
                 tell_new = not all(item.is_on_module for item in first.attributes)
                 if tell_new:
                     state.restore()
+                    kept.restore()
                     for module in quiet:
                         module.training = False
                     first = record(model, *map_tensors((args, kwargs), copied), tell_new=True, loss=loss)
                 steady = record(model, *map_tensors((args, kwargs), copied), tell_new=tell_new, loss=loss)
         if first is not steady:
-            with untouched(model, others):
+            with untouched(model, others), parameters_kept(model):
                 _tell_counters(model, first, steady, *map_tensors((args, kwargs), copied))
         if best is None or len(steady.order) > len(best[1].order):
             best = (first, steady)
@@ -454,8 +479,14 @@ class _Chooser:
         return [one for one in around if self.nodes[one].start > start and self.nodes[one].parent is not None]
 
     def kept_state(self) -> Iterator[tuple[list[tuple[int, int]], int]]:
-        """Of each thing that is kept from forward to forward and changed: where it is used, and the last change."""
+        """Of each thing that is kept from forward to forward and changed: where it is used, and the last change.
+
+        Of parameters that are changed the last use, since all of them must be on one stage.
+        """
         infos = self.recording.infos
+        for name, writes in self.recording.parameter_writes.items():
+            places = [*writes, *self.recording.parameter_uses[name]]
+            yield places, max(self.zone(when) for when, _ in places)
         for info in infos:
             if info.foreign and info.writes:
                 yield info.uses, max(map(self.zone, info.writes))
@@ -486,6 +517,7 @@ class _Chooser:
         tensors = self.tensors(ids, no_cut)
         self.forbid_shared_storage(no_cut)
         self.forbid_state(no_cut)
+        self.forbid_written_weights(no_cut)
         self.forbid_shared_weights(no_cut)
         keep_open |= self.forbid_attributes(no_cut)
         self.forbid_outside(no_cut, ids)
@@ -675,6 +707,18 @@ class _Chooser:
                 for k in range(min(zones) + 1, last + 1):
                     if info.foreign not in buffers or not self.holds_as_foretold(info.foreign, k):
                         self.forbid(no_cut, k - 1, k, reason)
+
+    def forbid_written_weights(self, no_cut: dict[int, str]) -> None:
+        """A parameter that the forward writes into must be on one stage: copies on others would not follow."""
+        for name, writes in self.recording.parameter_writes.items():
+            zones = [self.zone(when) for when, _ in (*writes, *self.recording.parameter_uses[name])]
+            around = self.recording.model.get_submodule(name.rpartition(".")[0])
+            zones += [k for k, number in enumerate(self.chosen) if around in self.modules_of(number)]
+            reason = f"the parameter {name!r} is changed in the forward and used on both sides"
+            self.forbid(no_cut, min(zones), max(zones), reason)
+
+    def modules_of(self, number: int) -> set[nn.Module]:
+        return set(self.recording.model.get_submodule(self.nodes[number].path).modules())
 
     def forbid_shared_weights(self, no_cut: dict[int, str]) -> None:
         """Parameters, or a parameter and a buffer, that are different objects over the same memory."""
@@ -891,6 +935,7 @@ class _Chooser:
                 bytes=parameter.numel() * parameter.element_size(),
                 trainable=parameter.requires_grad,
                 layers=tuple(ids[k] for k in sorted(owners[number])),
+                written="every" if names[number][0] in self.recording.parameter_writes else "",
             )
             for number, parameter in tensors.items()
         )

@@ -30,6 +30,7 @@ from partitioner.restore import untouched
 from partitioner.structures import map_tensors, storage_of, tensors_in
 from partitioner.tracing import unwrap
 from partitioner.work import Kernel, KernelKind, LayerWork, ModelWork
+from partitioner.written import parameters_kept
 
 aten = torch.ops.aten
 
@@ -113,7 +114,7 @@ def _record(
             return _Recorder(model, layers).run(moved, loss_fn, training)
     except (RuntimeError, NotImplementedError, TypeError) as error:
         refuse_without_values(model, error)
-    with untouched(model):
+    with untouched(model), parameters_kept(model):
         return _Recorder(model, layers).run(part, loss_fn, training)
 
 

@@ -51,6 +51,8 @@ class Loss:
             )
         self._model = model
         self._loss_fn = loss_fn
+        self.beside: tuple[Any, ...] = ()
+        """More that is to be given back after trial runs: weights that forwards write into."""
         self._loss_weight: LossWeight | Counted | None = loss_weight
         self._parameters = _parameter_names(model)
         self.name = name_of(loss_fn)
@@ -85,8 +87,8 @@ class Loss:
 
     @property
     def keeps(self) -> tuple[Any, ...]:
-        """What the loss function has to itself and may change."""
-        return kept_by(self._loss_fn)
+        """What the loss function has to itself and may change, and `beside`."""
+        return (*kept_by(self._loss_fn), *self.beside)
 
     def against(self, target: Any) -> Compared:
         """The loss for this target."""

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from partitioner.arguments import check_timed_optimizer
-from partitioner.capture import Capture, capture
+from partitioner.capture import Capture, capture, written_weights
 from partitioner.errors import ArgumentError, NotBuiltError, SetupError, expect
 from partitioner.layer_costs import layers_of
 from partitioner.layer_trace import recorded, trace_folder
@@ -29,7 +29,7 @@ from partitioner.microbatches import Cutter, MicroBatch, as_call, usual_sizes
 from partitioner.probes import Probe, make_probes, to_meta
 from partitioner.profiles import Profile, Tensor
 from partitioner.progress import Progress, shown
-from partitioner.restore import untouched
+from partitioner.restore import all_weights, untouched
 from partitioner.structures import map_tensors
 from partitioner.timing import measure, optimizer_seconds, slicing_seconds, whole_steps
 from partitioner.tracing import unwrap
@@ -83,11 +83,13 @@ def profile(
         raise ArgumentError(f"max_share={max_share} lets no layer be: give the largest share of the work, above 0 to 1")
     check_timed_optimizer(optimizer)
     whole = MicroBatch(args, kwargs, example_target, batch)
+    kept = (loss.keeps, all_weights(model))
     fails = explained(model, [whole, *cut], loss_fn, batch_dim)
-    with fails, shown(progress) as tell, _threads(threads), untouched(model, loss.keeps) as start:
+    with fails, shown(progress) as tell, _threads(threads), untouched(model, kept) as start:
         torch.manual_seed(seed)
         captures = _captures(model, parts, max_share, on_meta, loss)
         sizes = tuple(captures)
+        start.keep(written_weights(model, captures[sizes[-1]].parameters))
         probes: dict[int, list[Probe]] = {}
         for size in sizes:
             tell(f"surveying {size} samples", 0.0)

@@ -137,6 +137,8 @@ class Parameter(Frozen):
     trainable: bool
     layers: tuple[str, ...]
     """Layers that use it, in order; a parameter used on two stages lives on both and is kept equal."""
+    written: Literal["", "first", "every"] = ""
+    """Whether forwards write into it: none, the first one alone, or every one."""
     divided: Annotated[int, Field(ge=0)] | None = None
     """The dimension that a tensor-parallel group divides; None: each of its ranks holds it whole."""
 

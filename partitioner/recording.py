@@ -27,6 +27,7 @@ from partitioner.losses import Compared, LossFunction
 from partitioner.restore import modes, random_states
 from partitioner.structures import is_same, map_tensors, storage_of, tensors_in
 from partitioner.tracing import HOST_READS, RETURNED, Watcher, hook_name, in_transform, may_draw, watching
+from partitioner.written import parameters_kept, written_by
 
 ROOT = "(whole model)"
 """Layer id of a model that cannot be opened at all."""
@@ -132,6 +133,7 @@ class Recording:
     regions: list[Region] = field(default_factory=list)
     kernels: list[tuple[str, float, float]] = field(default_factory=list)
     parameter_uses: dict[str, list[Place]] = field(default_factory=lambda: defaultdict(list))
+    parameter_writes: dict[str, list[Place]] = field(default_factory=lambda: defaultdict(list))
     attributes: list[Attribute] = field(default_factory=list)
     """That the forward changed."""
     held: list[Attribute] = field(default_factory=list)
@@ -202,10 +204,9 @@ def record(
 
 def warm_up(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Compared | None = None) -> None:
     """Run it once unseen, since what a first forward leaves in caches outside of the model cannot be given back."""
-    with torch.enable_grad(), _ParametersStay(model):
+    with torch.enable_grad(), parameters_kept(model):
         output = model(*args, **dict(kwargs))
-    if loss is not None:
-        with torch.enable_grad():
+        if loss is not None:
             loss(output)
 
 
@@ -456,9 +457,13 @@ class _Recorder(Watcher):
             self.recording.kernels.append((f"host read {len(self.recording.kernels)} of {moment}", 0.0, 0.0))
             return result
         for k, (tensor, old) in enumerate(zip(given, before, strict=True)):
-            changed = old != version(tensor) or (k == 0 and name == "set data")
-            if changed and id(tensor) not in self.parameters:
-                self.written(tensor, moment, parents)
+            moved = k == 0 and name == "set data"
+            if id(tensor) not in self.parameters:
+                if moved or old != version(tensor):
+                    self.written(tensor, moment, parents)
+            elif moved:
+                self.parameter_storages[storage_of(tensor)] = self.parameters[id(tensor)]
+                self.note_parameter_written(self.parameters[id(tensor)])
         encoder = Encoder(Arguments(args, kwargs), self.own)
         encoder(result)
         for k, tensor in enumerate(encoder.tensors):
@@ -552,6 +557,10 @@ class _Recorder(Watcher):
             if not old.foreign:
                 both = None if parents is None else (*parents, number)
                 self.add(alive, f"{old.names[-1][1].split('@')[0]}@{moment}", both)
+
+    def note_parameter_written(self, name: str) -> None:
+        for places in (self.recording.parameter_uses[name], self.recording.parameter_writes[name]):
+            places.append(self.place)
 
     def note_statistics(self, tensor: torch.Tensor) -> None:
         number = self.find(tensor)
@@ -690,7 +699,10 @@ class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         recorder = self.recorder
-        _refuse_changes(recorder.parameter_storages, func, args, kwargs)
+        for tensor in written_by(func, args, kwargs):
+            name = recorder.parameter_storages.get(storage_of(tensor))
+            if name is not None:
+                recorder.note_parameter_written(name)
         with torch._C.DisableTorchFunction():
             result = func(*args, **kwargs)
         given = tensors_in((args, kwargs))
@@ -716,38 +728,6 @@ def _statistics_of(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
     if "batch_norm" not in func._opname or "backward" in func._opname or len(args) < 6 or args[5] is not True:
         return []
     return [one for one in args[3:5] if isinstance(one, torch.Tensor)]
-
-
-class _ParametersStay(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses a forward that changes parameters, before it does."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.storages = {storage_of(parameter): name for name, parameter in model.named_parameters()}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        _refuse_changes(self.storages, func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
-
-
-def _refuse_changes(storages: Mapping[int, str], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """An UnsupportedModelError where an operation is about to write into a parameter."""
-    if not func._schema.is_mutable:
-        return
-    given = [*zip(func._schema.arguments, args, strict=False)]
-    given += [(one, kwargs[one.name]) for one in func._schema.arguments if one.name in kwargs]
-    for argument, value in given:
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        for tensor in tensors_in(value):
-            name = storages.get(storage_of(tensor))
-            if name is not None:
-                raise UnsupportedModelError(
-                    f"the forward changes the parameter {name!r} in place ({func}): how often that happens depends "
-                    f"on the number of micro-batches and ranks. Do it after the step, outside of the forward"
-                )
 
 
 def _depends_on_values(func: Any, given: list[torch.Tensor]) -> bool:

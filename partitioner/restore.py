@@ -117,8 +117,23 @@ def set_modes(wanted: tuple[Any, ...]) -> None:
     torch.set_default_dtype(default)
 
 
+class Weights(tuple[nn.Parameter, ...]):
+    """Parameters that are to be given back as well."""
+
+
+KEPT_BYTES = 1 << 28
+"""Up to so many bytes of parameters are all kept: that a forward writes into some may show late."""
+
+
+def all_weights(model: nn.Module) -> Weights:
+    """Those of the model, none where they are too large to be copied for safety's sake."""
+    found = [parameter for parameter in model.parameters() if not parameter.is_meta]
+    size = sum(parameter.numel() * parameter.element_size() for parameter in found)
+    return Weights(found if size <= KEPT_BYTES else ())
+
+
 class ModelState:
-    """A model's buffers and module attributes as they are now. Parameters are not covered.
+    """A model's buffers and module attributes as they are now. Of parameters only those that are passed as `Weights`.
 
     Attributes are followed into lists, dicts, sets, deques and objects of Python classes (a configuration), and those
     given back with their contents; so are tensors and random generators found on the way.
@@ -137,6 +152,10 @@ class ModelState:
             self._keep(buffer, 0)
         self._keep(others, 0)
 
+    def keep(self, others: Any) -> None:
+        """From here on, keep these too."""
+        self._keep(others, 0)
+
     def restore(self) -> None:
         """Give it all back, in place. Graphs that hold a buffer stay valid."""
         for undo in self._undo:
@@ -151,6 +170,11 @@ class ModelState:
         return self.has_changed() or any(not _equal(now(), before) for now, before in self._values)
 
     def _keep(self, item: Any, depth: int) -> None:
+        if isinstance(item, Weights):
+            for parameter in item:
+                if not parameter.is_meta and parameter.layout == torch.strided:
+                    self._undo.append(_weight_undo(parameter, parameter.detach().clone()))
+            return
         if id(item) in self._known or depth > _MAX_DEPTH or isinstance(item, nn.Parameter):
             return
         if isinstance(item, torch.Tensor):
@@ -231,6 +255,18 @@ def _tensor_undo(tensor: torch.Tensor, before: torch.Tensor) -> Callable[[], Non
     def undo() -> None:
         if not torch.equal(tensor, before):
             tensor.data.copy_(before)
+
+    return undo
+
+
+def _weight_undo(parameter: nn.Parameter, before: torch.Tensor) -> Callable[[], None]:
+    memory = parameter.data
+
+    def undo() -> None:
+        if parameter.data_ptr() != memory.data_ptr():
+            parameter.data = memory
+        if not torch.equal(memory, before):
+            memory.copy_(before)
 
     return undo
 

@@ -24,6 +24,7 @@ from partitioner.losses import Loss, LossFunction
 from partitioner.microbatches import MicroBatch
 from partitioner.restore import untouched
 from partitioner.structures import described, map_tensors
+from partitioner.written import parameters_kept
 
 INPUTS = "example_inputs is a tensor (the only argument), a tuple (arguments in order) or a dict (keywords)"
 
@@ -39,7 +40,7 @@ def explained(
         unfollowed = isinstance(error, UnsupportedModelError) and isinstance(error.__cause__, (RuntimeError, TypeError))
         if isinstance(error, PartitionerError) and not unfollowed:
             raise
-        with untouched(model):
+        with untouched(model), parameters_kept(model):
             told = _fault(model, batches, loss_fn, batch_dim)
         if told is None:
             raise

@@ -596,7 +596,7 @@ class Walk(Watcher):
 
     def stand_in_for(self, target: torch.Tensor, moment: str) -> None:
         """An earlier stage wrote into a tensor: from here on its values, and those of its views, are not here."""
-        if isinstance(target, StandIn) or id(target) in self.part.buffers:
+        if isinstance(target, (StandIn, nn.Parameter)) or id(target) in self.part.buffers:
             return
         storage = storage_of(target)
         aliases = [other for other in self.named.values() if not isinstance(other, StandIn)]

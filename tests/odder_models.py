@@ -495,7 +495,7 @@ def momentum_codebook() -> nn.Module:
 
 @odd
 def momentum_teacher() -> nn.Module:
-    """A copy of the encoder that follows it, changed in the forward."""
+    """A copy of the encoder that follows it, changed in the forward: it, and what it copies, are on one stage."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -511,6 +511,55 @@ def momentum_teacher() -> nn.Module:
             return F.mse_loss(self.predict(self.student(x)), target)
 
     return Model()
+
+
+@odd
+def a_teacher_in_every_block() -> nn.Module:
+    """Each block keeps a slow copy of its own layer, loaded through its state dict."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.slow = lin(), lin().requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            fast, slow = self.layer.state_dict(), self.slow.state_dict()
+            self.slow.load_state_dict({name: 0.9 * slow[name] + 0.1 * fast[name] for name in fast})
+            return torch.tanh(self.layer(x)) + 0.1 * self.slow(x)
+
+    return nn.Sequential(*(Block() for _ in range(4)))
+
+
+@odd
+def weights_are_replaced_through_data() -> nn.Module:
+    class Normed(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.weight.data = F.normalize(self.weight.data, dim=1)
+            return torch.tanh(super().forward(x))
+
+    return nn.Sequential(*(Normed(D, D) for _ in range(4)))
+
+
+@odd
+def the_first_batch_sets_scales() -> nn.Module:
+    """As ActNorm of flows does."""
+
+    class Normalised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = lin()
+            self.shift, self.scale = nn.Parameter(torch.zeros(D)), nn.Parameter(torch.ones(D))
+            self.register_buffer("is_set", torch.tensor(False))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not self.is_set:
+                with torch.no_grad():
+                    self.shift.copy_(-x.mean(0))
+                    self.scale.copy_(1 / (x.std(0) + 1e-2))
+                    self.is_set.fill_(True)
+            return torch.tanh(self.layer((x + self.shift) * self.scale))
+
+    return nn.Sequential(*(Normalised() for _ in range(4)))
 
 
 @case

@@ -134,6 +134,24 @@ class Reduction:
     def _group_of_replicas(self) -> dist.ProcessGroup:
         return self._mesh.owners[self._own]
 
+    def agree(self, parameters: Sequence[torch.nn.Parameter], before: Sequence[torch.Tensor]) -> None:
+        """Of parameters that forwards have written into, one value for all replicas of this stage, which all call it.
+
+        Of each element, that of the first replica which changed it, as buffers of a first replica would be copied;
+        `before`: what they held when the step began.
+        """
+        sums = torch.stack([_checksum(parameter) for parameter in parameters])
+        everyones = self.everyones(sums)
+        differ = torch.stack([(one != everyones[0]).any(-1) for one in everyones]).any(0)
+        for parameter, old, differs in zip(parameters, before, differ.tolist(), strict=True):
+            if differs:
+                values = self.everyones(parameter.detach())
+                merged = old.clone()
+                for value in reversed(values):
+                    value = value.to(old.device)
+                    merged = torch.where(value != old, value, merged)
+                parameter.detach().copy_(merged)
+
     def everyones(self, value: torch.Tensor) -> list[torch.Tensor]:
         """What each replica of this stage has."""
         value = value.to(self._mesh.device) if self._mesh.has_own_device else value
@@ -269,6 +287,17 @@ class _Early:
 def _real(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.detach()
     return torch.view_as_real(plain) if plain.is_complex() else plain
+
+
+def _checksum(parameter: torch.Tensor) -> torch.Tensor:
+    """Two numbers that are the same for the same bits, and hardly for others."""
+    bits = parameter.detach().contiguous().view(-1).view(torch.uint8)
+    width = next(kind for size, kind in _INTEGERS if bits.numel() % size == 0)
+    numbers = bits.view(width).to(torch.int64)
+    return torch.stack([numbers.sum(), (numbers * torch.arange(1, numbers.numel() + 1, device=numbers.device)).sum()])
+
+
+_INTEGERS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
 
 def _buckets(tensors: Sequence[Any], limit: int = BUCKET_BYTES) -> Iterator[list[Any]]:

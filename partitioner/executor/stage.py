@@ -137,6 +137,8 @@ class LiveStage:
         if copy_values:
             buffers = {stages: placement.buffers_of(stages) for stages in placement.owner_sets()}
             self._reduction.copy_values(buffers, placement.buffers_of(None))
+        written = {one.names[0] for one in plan.profile.parameters if one.written and mesh.num_replicas > 1}
+        self._written = [one for name, one in placement.own.items() if name in written]
         self._recorder = Recorder(mesh, list(self.parameters()), placement.owner_sets())
         replicas = None
         if plan.num_stages == 1 and plan.num_replicas > 1 and self._trains() and not self._division.divides:
@@ -265,7 +267,10 @@ class LiveStage:
             if self._reduces:
                 with self._recorder.span("sync") if self._division.divides else nullcontext():
                     self._reduction.begin(len(microbatches))
+            before = [parameter.detach().clone() for parameter in self._written]
             part = self._pipeline.train(self._num_calls, microbatches, shares, outputs if self._keep_output else None)
+            if self._written:
+                self._reduction.agree(self._written, before)
             if self._reduces:
                 with self._recorder.span("sync"):  # before the loss: replicas with fewer micro-batches owe others sums
                     self._reduction.finish()

@@ -19,6 +19,7 @@ from partitioner.solver.problem import CLOSE, Found
 from partitioner.solver.search import Searched, search, worth_searching
 from partitioner.solver.settings import check_request, divisors, kept_together, mesh_levels, numbered
 from partitioner.solver.shortage import shortage
+from partitioner.solver.writing import once_a_step
 from partitioner.specs import EXECUTED, EXECUTED_SHARDS, Cluster, Training
 
 MOST_RUNNERS_UP = 5
@@ -45,6 +46,7 @@ def solve(profile: Profile, cluster: Cluster, training: Training, *, progress: b
     expect("profile", profile, Profile, "a Profile: partitioner.profile(...), or Profile.load(path)")
     expect("cluster", cluster, Cluster, "a Cluster: Cluster.parse('8xH100')")
     expect("training", training, Training, "a Training: Training(batch_size=64)")
+    training, notes = once_a_step(profile, training)
     graph = CostGraph(kept_together(profile, training))
     if training.objective != "train":
         request = training if training.shard != "auto" else training.model_copy(update={"shard": "none"})
@@ -54,7 +56,8 @@ def solve(profile: Profile, cluster: Cluster, training: Training, *, progress: b
         for meshes in worth_searching(graph, cluster, training):
             searched = search(graph, cluster, training, meshes, tell)
             if searched.found:
-                return _plan(profile, graph, cluster, training, searched)
+                plan = _plan(profile, graph, cluster, training, searched)
+                return plan.model_copy(update={"why": (*plan.why, *notes)})
         tell("finding what is short", 0.9)
         raise InfeasibleError(shortage(graph, cluster, training))
 

@@ -92,6 +92,8 @@ def row(
             num_threads=1,
             whole_step=False,
         )
+        if any(one.written == "every" for one in profile.parameters):
+            microbatches = 1  # with more, weights that the forward changes would be refused
         plan = pt.partition(
             case.model,
             case.inputs,
