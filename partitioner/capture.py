@@ -289,6 +289,7 @@ def _recordings(
                     first = record(model, *map_tensors((args, kwargs), copied), tell_new=True, loss=loss)
                 steady = record(model, *map_tensors((args, kwargs), copied), tell_new=tell_new, loss=loss)
         if first is not steady:
+            steady.written_at_first = {info.foreign for info in first.infos if info.foreign and info.writes}
             with untouched(model, others), parameters_kept(model):
                 _tell_counters(model, first, steady, *map_tensors((args, kwargs), copied))
         if best is None or len(steady.order) > len(best[1].order):
@@ -960,7 +961,8 @@ class _Chooser:
             if info.foreign in number_of:
                 number = number_of[info.foreign]
                 owners[number] |= {self.zone(when) for when, _ in info.uses}
-                if info.writes or any(self.layer_around(node) is not None for _, node in info.uses):
+                written = info.writes or info.foreign in self.recording.written_at_first
+                if written or any(self.layer_around(node) is not None for _, node in info.uses):
                     by_layers.add(number)
         for number, mine in owners.items():  # a number that code between layers reads, such code may come to change
             if mine and number not in by_layers and tensors[number].numel() == 1:

@@ -154,6 +154,8 @@ class Recording:
     moments: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     """Moment -> how many torch functions ran then, the call that they ran in, and a checksum of their names."""
     clock: int = 0
+    written_at_first: set[str] = field(default_factory=set)
+    """Buffers that the forward before this one wrote into."""
     foretold: dict[Key, set[int]] = field(default_factory=dict)
     """By holder and name, the calls at whose beginning it could be told what the rest of the forward makes of it."""
 
