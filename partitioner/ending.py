@@ -23,7 +23,7 @@ import linecache
 import math
 import operator
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
@@ -85,22 +85,48 @@ def foretold(strangers: Collection[int] = ()) -> Foretold:
 
     `strangers`: buffers by id that this rank does not have.
     """
-    with _disable_current_modes():
-        return _foretold(strangers)
-
-
-def _foretold(strangers: Collection[int]) -> Foretold:
     rest, frame = _Rest(strangers), inspect.currentframe()
     while frame is not None:
-        where = frame.f_globals.get("__name__", "")
-        if (where, frame.f_code.co_name) in _OUTERMOST:
+        point = _POINTS.get((id(frame.f_code), frame.f_lasti)) or _pointed(frame)
+        if point.function is not None and (point.may_set or rest.sets):
+            rest.resume(frame, point.function, point.at)
+        if point.is_outermost:
             break
-        if where.partition(".")[0] not in _FOREIGN:
-            found = _function_of(frame.f_code)
-            if found is not None and (rest.sets or _may_set_after(frame.f_code, frame.f_lasti)):
-                rest.resume(frame, found)
         frame = frame.f_back
     return {key: one for key, one in rest.sets.items() if one[2] is not _UNKNOWN}
+
+
+class _Point(NamedTuple):
+    """An instruction of a function that is under way."""
+
+    code: CodeType
+    function: ast.FunctionDef | None
+    """None for those of libraries, and where the source is not to be had."""
+    at: tuple[int, int] | None
+    """Line and column."""
+    may_set: bool
+    """Whether it may set something after that."""
+    is_outermost: bool
+
+
+_POINTS: dict[tuple[int, int], _Point] = {}
+"""What was asked for before, by the id of the code, which is kept: every forward that ends early asks for the same, and
+to hash code is to go through all that is in it."""
+
+
+def _pointed(frame: FrameType) -> _Point:
+    code, instruction, module = frame.f_code, frame.f_lasti, frame.f_globals.get("__name__", "")
+    function = None if module.partition(".")[0] in _FOREIGN else _function_of(code)
+    at = None if function is None else _position(code, instruction)
+    may_set = function is not None and _may_set_after(function, at)
+    found = _Point(code, function, at, may_set, (module, code.co_name) in _OUTERMOST)
+    if len(_POINTS) >= _MAX_POINTS:
+        _POINTS.clear()
+    _POINTS[id(code), instruction] = found
+    return found
+
+
+_MAX_POINTS = 4096
 
 
 @functools.lru_cache(maxsize=256)
@@ -125,30 +151,26 @@ def _function_of(code: CodeType) -> ast.FunctionDef | None:
     return matching[0] if len(matching) == 1 else None
 
 
-@functools.lru_cache(maxsize=4096)
-def _may_set_after(code: CodeType, instruction: int) -> bool:
-    """Whether it may do so after this instruction: behind it, or anywhere in a loop that is under way."""
-    node, at = _function_of(code), _position(code, instruction)
-    if node is None or at is None:
-        return node is not None
-    loops = [one for one in ast.walk(node) if isinstance(one, (ast.For, ast.While)) and _start(one) <= at <= _end(one)]
-    again = min(map(_start, loops), default=at)
-    return any(_end(one) >= again for one in _setting(code))
+def _may_set_after(function: ast.FunctionDef, at: tuple[int, int] | None) -> bool:
+    """Whether it may do so behind this place, or anywhere in a loop that is under way."""
+    if at is None:
+        return True
+    loops = [one for one in ast.walk(function) if isinstance(one, (ast.For, ast.While))]
+    again = min((_start(one) for one in loops if _start(one) <= at <= _end(one)), default=at)
+    return any(_end(one) >= again for one in _setting(function))
 
 
 @functools.lru_cache(maxsize=4096)
-def _setting(code: CodeType) -> tuple[ast.stmt | ast.expr, ...]:
+def _setting(function: ast.FunctionDef) -> tuple[ast.stmt | ast.expr, ...]:
     """The parts of a function that set attributes or items, or call something for what it does."""
-    node = _function_of(code)
     return tuple(
         one
-        for one in ([] if node is None else ast.walk(node))
+        for one in ast.walk(function)
         if (isinstance(one, ast.Expr) and not isinstance(one.value, ast.Constant))
         or (isinstance(one, (ast.Attribute, ast.Subscript)) and isinstance(one.ctx, (ast.Store, ast.Del)))
     )
 
 
-@functools.lru_cache(maxsize=4096)
 def _position(code: CodeType, instruction: int) -> tuple[int, int] | None:
     line, _, column, _ = next(itertools.islice(code.co_positions(), instruction // 2, None))
     return None if line is None or column is None else (line, column)
@@ -211,43 +233,25 @@ class _Rest:
         self.is_certain = True
         """Whether these statements will be come to."""
 
-    def resume(self, frame: FrameType, function: ast.FunctionDef) -> None:
+    def resume(self, frame: FrameType, function: ast.FunctionDef, at: tuple[int, int] | None) -> None:
         self.names, self.globals = dict(frame.f_locals), frame.f_globals
-        self.is_certain = not frame.f_code.co_flags & _GENERATORS
-        at = _position(frame.f_code, frame.f_lasti)
-        self.is_certain = self.is_certain and at is not None
+        self.is_certain = at is not None and not frame.f_code.co_flags & _GENERATORS
         with suppress(_Returned):
-            self.rest_of(function.body, at or (frame.f_lineno, 0))
+            for do, one in _left_of(function, at or (frame.f_lineno, 0)):
+                do(self, one)
 
-    def rest_of(self, block: Sequence[ast.stmt], at: tuple[int, int]) -> None:
-        """Go on after the statement that is under way."""
-        for k, one in enumerate(block):
-            if _start(one) <= at <= _end(one):
-                self.finish(one, at)
-                self.run(block[k + 1 :])
-                return
+    def lost(self, one: ast.AST) -> None:
+        """Where the function is cannot be told: its statements may or may not have run."""
         self.is_certain = False
-        self.forget(block)
 
-    def finish(self, one: ast.stmt, at: tuple[int, int]) -> None:
-        """What is left of a statement: of a loop unknown, and what its end has set by the time it is over."""
-        blocks = [getattr(one, name, []) for name in ("body", "orelse", "finalbody")]
-        blocks += [handler.body for handler in getattr(one, "handlers", [])]
-        inside = next((b for b in blocks if b and _start(b[0]) <= at <= _end(b[-1])), None)
-        if isinstance(one, (ast.With, ast.If, ast.Try)) and inside is not None:
-            self.rest_of(inside, at)
-            if isinstance(one, ast.Try):
-                self.forget(one.finalbody)  # it runs also where the forward ends early
-            return
-        if isinstance(one, ast.Return):
-            raise _Returned
-        self.forget([one])
+    def returns(self, one: ast.AST) -> None:
+        raise _Returned
 
     def run(self, block: Sequence[ast.stmt]) -> None:
         for one in block:
             self.statement(one)
 
-    def statement(self, one: ast.stmt) -> None:
+    def statement(self, one: ast.AST) -> None:
         if isinstance(one, ast.Assign):
             value = self.value(one.value)
             for target in one.targets:
@@ -264,7 +268,7 @@ class _Rest:
         elif isinstance(one, ast.If):
             test = _truth(self.value(one.test))
             if test is _UNKNOWN:
-                self.forget([one])
+                self.forget(one)
             else:
                 self.run(one.body if test else one.orelse)
         elif isinstance(one, ast.With):
@@ -279,19 +283,18 @@ class _Rest:
         elif isinstance(one, ast.Raise):
             self.is_certain = False
         elif not isinstance(one, (ast.Pass, ast.Assert, ast.Import, ast.ImportFrom, ast.Global, ast.Nonlocal)):
-            self.forget([one])
+            self.forget(one)
 
-    def forget(self, block: Sequence[ast.AST]) -> None:
-        """Nothing that these statements set is known any more, nor, where they may return, anything after them."""
-        for top in block:
-            effects = _effects(top)
-            self.is_certain = self.is_certain and not effects.leaves
-            for name in effects.defined:
-                self.names[name] = _UNKNOWN
-            if self.sets:
-                for each in effects.handed_over:
-                    self.hand_over(each)
-            self.forget_names(effects.stores)
+    def forget(self, part: ast.AST) -> None:
+        """Nothing that this part sets is known any more, nor, where it may return, anything after it."""
+        effects = _effects(part)
+        self.is_certain = self.is_certain and not effects.leaves
+        for name in effects.defined:
+            self.names[name] = _UNKNOWN
+        if self.sets:
+            for each in effects.handed_over:
+                self.hand_over(each)
+        self.forget_names(effects.stores)
 
     def hand_over(self, each: ast.expr) -> None:
         """What a call that is not gone into is given, it may change: layers that are yet to come, above all."""
@@ -375,7 +378,7 @@ class _Rest:
             return _UNKNOWN if test is _UNKNOWN else self.value(one.body if test else one.orelse)
         if isinstance(one, ast.Call):
             return self.call(one)
-        self.forget([one])
+        self.forget(one)
         return _UNKNOWN
 
     def operation(self, op: type, *values: Any) -> Any:
@@ -391,7 +394,7 @@ class _Rest:
             return holder._modules[key]
         if isinstance(holder, nn.Module) and key in holder._buffers:
             return self.content(holder, key)
-        found = inspect.getattr_static(type(holder), str(key), _UNKNOWN)
+        found = _in_class(type(holder), str(key))
         return found if isinstance(found, PLAIN) else _UNKNOWN
 
     def content(self, holder: nn.Module, key: str) -> Any:
@@ -403,7 +406,10 @@ class _Rest:
         if buffer is None or id(buffer) in self.strangers or not is_sendable(buffer):
             return _UNKNOWN
         is_large = buffer.is_meta or buffer.numel() > _MAX_ELEMENTS
-        return _UNKNOWN if is_large or buffer.requires_grad else Content(buffer.detach())
+        if is_large or buffer.requires_grad:
+            return _UNKNOWN
+        with _disable_current_modes():
+            return Content(buffer.detach())
 
     def call(self, one: ast.Call) -> Any:
         """Plain functions of Python are worked out; a method of the model's own is gone into; all others are not."""
@@ -424,7 +430,7 @@ class _Rest:
                     self.forget_names(_changed_by(func))
                 return found
             if _has_attributes(holder) and func.attr not in vars(holder):
-                method = inspect.getattr_static(type(holder), func.attr, None)
+                method = _in_class(type(holder), func.attr)
                 if isinstance(method, FunctionType):
                     return self.method(method, [holder, *values], by_name)
         for each in _handed_over(one) if self.sets else ():
@@ -449,7 +455,7 @@ class _Rest:
         node = _function_of(function.__code__)
         if node is None or self.depth >= _MAX_DEPTH or function.__code__.co_flags & _GENERATORS:
             return _UNKNOWN
-        if node.decorator_list or not _setting(function.__code__):
+        if node.decorator_list or not _setting(node):
             return _UNKNOWN
         kept = self.names, self.globals, self.is_certain
         given = dict.fromkeys([each.arg for each in ast.walk(node.args) if isinstance(each, ast.arg)], _UNKNOWN)
@@ -471,8 +477,11 @@ def _worked_out(run: Callable[..., Any] | None, *values: Any) -> Any:
     if run is None or not all(isinstance(value, (*PLAIN, Content)) for value in values):
         return _UNKNOWN
     try:
-        with torch.no_grad():
-            found = run(*(value.tensor if isinstance(value, Content) else value for value in values))
+        if not any(isinstance(value, Content) for value in values):
+            found = run(*values)
+        else:
+            with _disable_current_modes(), torch.no_grad():
+                found = run(*(value.tensor if isinstance(value, Content) else value for value in values))
     except Exception:  # then the forward fails there too
         return _UNKNOWN
     if isinstance(found, torch.Tensor):
@@ -481,7 +490,8 @@ def _worked_out(run: Callable[..., Any] | None, *values: Any) -> Any:
 
 
 def _copy(content: Content) -> Content:
-    return Content(content.tensor.clone())
+    with _disable_current_modes():
+        return Content(content.tensor.clone())
 
 
 def _truth(value: Any) -> Any:
@@ -500,14 +510,57 @@ def _with_item(content: Content, key: Any, value: Any) -> Any:
     return _UNKNOWN if _worked_out(operator.setitem, changed, key, value) is _UNKNOWN else changed
 
 
+Step = tuple[Callable[[_Rest, ast.AST], None], ast.AST]
+"""What is done with a statement: it is run, or forgotten, or ends the function."""
+
+
+@functools.lru_cache(maxsize=4096)
+def _left_of(function: ast.FunctionDef, at: tuple[int, int]) -> tuple[Step, ...]:
+    """The steps that go on after the statement that is under way there."""
+    return tuple(_rest_of(function.body, at))
+
+
+def _rest_of(block: Sequence[ast.stmt], at: tuple[int, int]) -> Iterator[Step]:
+    for k, one in enumerate(block):
+        if _start(one) <= at <= _end(one):
+            yield from _finish(one, at)
+            yield from ((_Rest.statement, each) for each in block[k + 1 :])
+            return
+    yield _Rest.lost, ast.Pass()
+    yield from ((_Rest.forget, each) for each in block)
+
+
+def _finish(one: ast.stmt, at: tuple[int, int]) -> Iterator[Step]:
+    """What is left of a statement: of a loop unknown, and what its end has set by the time it is over."""
+    blocks = [getattr(one, name, []) for name in ("body", "orelse", "finalbody")]
+    blocks += [handler.body for handler in getattr(one, "handlers", [])]
+    inside = next((b for b in blocks if b and _start(b[0]) <= at <= _end(b[-1])), None)
+    if isinstance(one, (ast.With, ast.If, ast.Try)) and inside is not None:
+        yield from _rest_of(inside, at)
+        if isinstance(one, ast.Try):  # its last block runs also where the forward ends early
+            yield from ((_Rest.forget, each) for each in one.finalbody)
+    elif isinstance(one, ast.Return):
+        yield _Rest.returns, one
+    else:
+        yield _Rest.forget, one
+
+
 def _has_attributes(holder: Any) -> bool:
     return isinstance(holder, nn.Module) or (holder is not _UNKNOWN and is_python_object(holder))
+
+
+def _in_class(cls: type, name: str) -> Any:
+    """What a class or one that it is derived from has under a name, as it is: no code runs to get it."""
+    for base in cls.__mro__:
+        if name in base.__dict__:
+            return base.__dict__[name]
+    return _UNKNOWN
 
 
 def _sets_plainly(holder: Any, name: str) -> bool:
     """Whether to set this attribute does no more than that."""
     cls: Any = type(holder)
-    if not _has_attributes(holder) or hasattr(inspect.getattr_static(type(holder), name, None), "__set__"):
+    if not _has_attributes(holder) or hasattr(_in_class(cls, name), "__set__"):
         return False
     if isinstance(holder, nn.Module):
         elsewhere = name in holder._buffers or name in holder._parameters or name in holder._modules

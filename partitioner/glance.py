@@ -11,11 +11,11 @@ from __future__ import annotations
 import ctypes
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import itemgetter, ne
 from typing import Any
 
+import numpy as np
 import torch
 
 from partitioner.logbook import version
@@ -76,27 +76,18 @@ def _dicts_are_numbered() -> bool:
 _NUMBERED = _dicts_are_numbered()
 
 
-def _reader(places: Sequence[int]) -> Callable[[Any], tuple[int, ...]]:
-    """Gives the items of a sequence at these places."""
-    if len(places) == 1:
-        (place,) = places
-        return lambda words: (words[place],)
-    return itemgetter(*places) if places else lambda words: ()
-
-
 class _Words:
     """Words of memory that lie anywhere, read without an object for each: looking at those would cost as much again."""
 
     def __init__(self, addresses: Sequence[int]) -> None:
         first, last = min(addresses, default=0), max(addresses, default=0)
-        self.places = [(address - first) // _WORD for address in addresses]
+        self._places = np.array([(address - first) // _WORD for address in addresses], dtype=np.intp)
         span = (ctypes.c_uint64 * ((last - first) // _WORD + 1)).from_address(first) if addresses else bytes(_WORD)
-        self.memory = memoryview(span).cast("B").cast("Q")
+        self._memory = np.frombuffer(memoryview(span), dtype=np.uint64)
         """All from the first to the last of them; only where they lie is it ever looked at."""
-        self._read = _reader(self.places)
 
-    def now(self) -> tuple[int, ...]:
-        return self._read(self.memory)
+    def now(self) -> bytes:
+        return self._memory.take(self._places).tobytes()
 
 
 _WORD = ctypes.sizeof(ctypes.c_uint64)
@@ -140,8 +131,7 @@ class Glance:
         """Of each owner the address of its dict, then the number of each dict."""
         self._known = self._words.now()
         at = {id(table): k for k, table in enumerate((table for table in dicts if table is not None), len(addresses))}
-        self._passing = [at[id(table)] for table in passing if id(table) in at]
-        self._read_passing = _reader([self._words.places[k] for k in self._passing])
+        self._passing = np.array([at[id(table)] for table in passing if id(table) in at], dtype=np.intp)
         rest = [one for one, table in zip(seen, dicts, strict=True) if table is None]
         self._views = _Views([view for one in rest for view in one.place.views() or ()])
         self._tensors = [tensor for one in seen for _, tensor in one.tensors]
@@ -155,10 +145,10 @@ class Glance:
             return False
         now = self._words.now()
         if now != self._known:
-            owners = self._num_addresses
-            if now[:owners] != self._known[:owners]:
+            is_another = np.frombuffer(now, np.uint64) != np.frombuffer(self._known, np.uint64)
+            if is_another[: self._num_addresses].any():
                 return False
-            if not _are_untouched(itertools.compress(self._dicts, map(ne, now[owners:], self._known[owners:]))):
+            if not _are_untouched(itertools.compress(self._dicts, is_another[self._num_addresses :])):
                 return False
             self._known = now
         if not self._tensors and not self._others:
@@ -173,13 +163,12 @@ class Glance:
 
         The block must not run code of the model.
         """
-        before = self._read_passing(self._words.memory)
+        before = np.frombuffer(self._words.now(), np.uint64)
         yield
-        known = list(self._known)
-        for k, then, now in zip(self._passing, before, self._read_passing(self._words.memory), strict=True):
-            if known[k] == then:
-                known[k] = now
-        self._known = tuple(known)
+        known, now = np.frombuffer(self._known, np.uint64).copy(), np.frombuffer(self._words.now(), np.uint64)
+        unchanged = self._passing[known[self._passing] == before[self._passing]]
+        known[unchanged] = now[unchanged]
+        self._known = known.tobytes()
 
 
 def _are_untouched(places: Iterable[Watched]) -> bool:

@@ -151,6 +151,8 @@ class Kept:
 
     def begin(self) -> None:
         """A forward begins: what the training loop has written since the last one is no change of it."""
+        if not self._looked_at:
+            return
         with torch._C.DisableTorchFunction(), torch.no_grad(), unrecorded():
             marks = [(mark.version, mark.address) for mark in self._marks]
             if self._looks_left or marks != [(version(tensor), tensor.data_ptr()) for tensor in self._looked_at]:
@@ -158,6 +160,8 @@ class Kept:
 
     def end(self) -> Then:
         """A forward is over: what it has left; the same as the one before where forwards change nothing."""
+        if not (self._looked_at or self._small or self._silent) and self._glance.is_still():
+            return self.latest  # nothing to mark, nor to release
         with torch._C.DisableTorchFunction(), torch.no_grad(), unrecorded():
             self._look()
             if not self._silent and self._glance.is_still():
