@@ -40,6 +40,7 @@ _HOME = {
     "SetupError": "errors",
     "RankError": "errors",
     "LossWarning": "errors",
+    "ReplicaWarning": "errors",
 }
 
 __all__ = [*_HOME, "__version__"]
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     from partitioner.errors import PartitionerError as PartitionerError
     from partitioner.errors import PlanMismatchError as PlanMismatchError
     from partitioner.errors import RankError as RankError
+    from partitioner.errors import ReplicaWarning as ReplicaWarning
     from partitioner.errors import SetupError as SetupError
     from partitioner.errors import UnsupportedModelError as UnsupportedModelError
     from partitioner.estimator import estimate as estimate

@@ -20,6 +20,7 @@ from partitioner.errors import (
     NotBuiltError,
     PartitionerError,
     PlanMismatchError,
+    ReplicaWarning,
     UnsupportedModelError,
     expect,
 )
@@ -31,7 +32,7 @@ from partitioner.profiler import profile as measure
 from partitioner.profiles import Profile
 from partitioner.progress import Progress, portion, shown
 from partitioner.restore import untouched
-from partitioner.selfcheck import check_split
+from partitioner.selfcheck import changed_by_forward, check_order, check_split
 from partitioner.solver import solve
 from partitioner.solver.writing import AT_FIRST
 from partitioner.specs import Cluster, Device, LossRule, Training, optimizer_state_bytes, parse_bytes
@@ -119,7 +120,7 @@ def partition(
     if objective != "train" and loss_fn is None:
         loss_fn = sum_of_outputs
 
-    warned: list[str] = []
+    warned: list[tuple[str, type[Warning]]] = []
 
     def make() -> Plan:
         notes: list[str] = []
@@ -151,6 +152,7 @@ def partition(
             objective=cast(Any, objective),
             pin=dict(pin or {}),
             batch_dim=batch_dim,
+            whole=Cutter(batch_dim).goes_whole(args, kwargs, example_target),
         )
         with shown(progress) as tell:
             if profile is None:
@@ -187,13 +189,18 @@ def partition(
                     loss.beside = (written_weights(model, measured.parameters),)
                     plan = _checked(plan, model, whole, loss, seed, notes)
                     if objective == "train":
-                        plan = _weighted(plan, model, whole, inputs, loss, notes, warned)
+                        lost: list[str] = []
+                        plan = _weighted(plan, model, whole, inputs, loss, notes, lost)
+                        warned.extend((text, LossWarning) for text in lost)
+                        if plan.num_replicas > 1 and (text := _of_each_replica(plan, model, whole, loss, seed)):
+                            notes.append(text)
+                            warned.append((text, ReplicaWarning))
         return plan.model_copy(update={"why": (*plan.why, *notes)})
 
     _refuse_too_many_ranks(num_devices(gpus))
     plan = _on_first_rank(make)
-    for text in warned:
-        warnings.warn(text, LossWarning, stacklevel=2)
+    for text, kind in warned:
+        warnings.warn(text, kind, stacklevel=2)
     return plan
 
 
@@ -236,8 +243,20 @@ def _total_s(plan: Plan) -> float:
 def _checked(plan: Plan, model: nn.Module, batch: MicroBatch, loss: Loss, seed: int, notes: list[str]) -> Plan:
     """The plan, or the best one without the cuts, or the recomputation, with which the model gives other numbers."""
     count = max(1, batch.samples // plan.microbatch_samples)
-    part, *more = Cutter(plan.training.batch_dim).cut(batch.args, batch.kwargs, batch.target, count)
+    part, *more = Cutter(plan.training.batch_dim, whole=plan.training.whole).cut(
+        batch.args, batch.kwargs, batch.target, count
+    )
     second = more[0] if more else None
+    if plan.num_stages > 1 and plan.num_microbatches > 1 and plan.training.objective == "train":
+        try:
+            check_order(model, part, second or part, loss, seed=seed)
+        except UnsupportedModelError as error:
+            notes.append(f"no stages: {error}")
+            nowhere = dict.fromkeys((layer.id for layer in plan.profile.layers[1:]), "the order of backwards matters")
+            try:
+                plan = _solved(plan.profile.model_copy(update={"no_cut": nowhere}), plan.cluster, plan.training)
+            except PartitionerError:
+                raise error from None
     while plan.num_stages > 1 or any(stage.recompute for stage in plan.stages):
         again = [layer for stage in plan.stages if stage.recompute for layer in stage.layers]
         try:
@@ -279,11 +298,12 @@ def _weighted(
     rule = loss.rule()
     count = plan.num_microbatches * plan.num_replicas
     at_first = [why for why in plan.why if why.startswith(AT_FIRST)]
+    cutter = Cutter(plan.training.batch_dim, whole=plan.training.whole)
     with untouched(model, loss.keeps):
         if count > 1 and at_first:
             with torch.no_grad():
                 model(*map_tensors(batch.args, copied), **map_tensors(batch.kwargs, copied))
-        found = compare(model, batch, inputs, Cutter(plan.training.batch_dim), count, loss) if count > 1 else None
+        found = compare(model, batch, inputs, cutter, count, loss) if count > 1 else None
     if found is not None and not found.holds:
         parts = f"its {found.num_parts} micro-batches make {found.parts:.6g}"
         numbers = f"the loss of the batch is {found.whole:.6g}, and {parts}"
@@ -308,6 +328,28 @@ def _weighted(
         notes += warned
     warned += at_first if count > 1 else []
     return plan.model_copy(update={"training": plan.training.model_copy(update={"loss_rule": rule})})
+
+
+def _of_each_replica(plan: Plan, model: nn.Module, batch: MicroBatch, loss: Loss, seed: int) -> str:
+    """What replicas do to the model's state that one device would not, if anything."""
+    count = max(1, batch.samples // plan.microbatch_samples)
+    part = Cutter(plan.training.batch_dim, whole=plan.training.whole).cut(
+        batch.args, batch.kwargs, batch.target, count
+    )[0]
+    buffers, counts = changed_by_forward(model, part, loss, seed=seed)
+    if not buffers and not counts:
+        return ""
+    names = f"{len(buffers)} buffers ({', '.join(buffers[:2])}{', ...' if len(buffers) > 2 else ''})"
+    what = (
+        names if len(buffers) > 1 else f"the buffer {buffers[0]}" if buffers else "numbers in its modules' attributes"
+    )
+    taken = " and takes those of the first replica at the start of a step" if buffers else ""
+    return (
+        f"the forward changes {what}: each of {plan.num_replicas} replicas changes its own by its own samples{taken}, "
+        "as DistributedDataParallel has it; one device would change one by all samples. Where the forward does not add "
+        "up over its replicas (with torch.distributed.all_reduce), what reads that gives other numbers than on one "
+        "device: mesh={'dp': 1} has no replicas"
+    )
 
 
 def _without_recomputation(plan: Plan, error: Exception, notes: list[str]) -> Plan:

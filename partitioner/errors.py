@@ -26,6 +26,10 @@ class LossWarning(UserWarning):
     """The losses of micro-batches do not make that of their batch, under any weights that could be told."""
 
 
+class ReplicaWarning(UserWarning):
+    """What the forward changes of its model, each replica changes by its own samples."""
+
+
 class PlanMismatchError(ArgumentError):
     """A plan used with another model, another number of processes or other data than it was made for."""
 

@@ -2,14 +2,15 @@
 
 A tensor or NumPy array is cut when its size along the batch dimension is the batch size, which is that of the first
 tensor. So is a list with an item for each sample: the boxes of each image, lengths, texts. All others (position tables,
-scalars, tuples of numbers such as an image's size) go whole to each micro-batch.
+scalars, tuples of numbers such as an image's size) go whole to each micro-batch. What went whole in the example that a
+plan was made with does so in every batch, also in one that has as many samples as it has rows.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from partitioner.errors import ArgumentError, NotBuiltError
-from partitioner.structures import described, opened, tensors_in
+from partitioner.structures import Opened, described, opened, tensors_in
 
 BatchDims = Mapping[str | int, int | None]
 """Argument name or position -> its own batch dimension, None: never cut. "target" is the target."""
@@ -56,18 +57,21 @@ def as_given(part: MicroBatch, inputs: Any) -> Any:
 
 
 class Cutter:
-    """Cuts batches of any size. `batch_dim` is the dimension of samples, `special` the arguments that differ."""
+    """Cuts batches of any size. `batch_dim` is the dimension of samples, `special` the arguments that differ.
 
-    def __init__(self, batch_dim: int = 0, special: BatchDims | None = None) -> None:
+    `whole`: what is never cut, as `goes_whole` told of an example; but for arguments in `special`.
+    """
+
+    def __init__(self, batch_dim: int = 0, special: BatchDims | None = None, whole: Collection[str] = ()) -> None:
         self.batch_dim = batch_dim
         self.special = dict(special or {})
+        self._whole = frozenset(path for path in whole if path.partition(".")[0] not in map(str, self.special))
 
     def batch_size(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
         """Samples of a batch: the size of its first tensor that has the batch dimension."""
-        arguments: list[tuple[str | int, Any]] = [*enumerate(args), *kwargs.items()]
-        for key, value in arguments:
+        for key, value in _arguments(args, kwargs):
             dim = self.special.get(key, self.batch_dim)
-            if dim is None:
+            if dim is None or str(key) in self._whole:
                 continue
             for tensor in tensors_in(value):
                 if tensor.dim() > dim:
@@ -116,18 +120,32 @@ class Cutter:
     def _parts(self, key: str | int, value: Any, size: int, spans: list[tuple[int, int]]) -> list[Any]:
         """One argument for each micro-batch; the very same object where nothing in it is cut."""
         dim = self.special.get(key, self.batch_dim)
-        if dim is None or not _holds_samples(value, dim, size):
+        if dim is None or not _holds_samples(value, dim, size, self._whole, str(key)):
             return [value] * len(spans)
         _refuse_packed(value)
-        return [_some(value, dim, size, *span) for span in spans]
+        return [_some(value, dim, size, *span, self._whole, str(key)) for span in spans]
+
+    def goes_whole(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> tuple[str, ...]:
+        """Where in a batch there are tensors and lists that are not cut, though a batch of another size would have them
+        cut: "1", "batch.table", "target.0". One row may stand for any number, and is none of them.
+
+        >>> Cutter().goes_whole((torch.zeros(4, 2), {"table": torch.zeros(3, 2)}), {}, torch.zeros(4))
+        ('1.table',)
+        """
+        size = self.batch_size(args, kwargs)
+        return tuple(
+            path
+            for key, value in (*_arguments(args, kwargs), ("target", target))
+            if (dim := self.special.get(key, self.batch_dim)) is not None
+            for path in _whole_in(value, dim, size, str(key))
+        )
 
     def lists_cut(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> list[str]:
         """Arguments that hold a list without tensors which is cut, as it has as many items as the batch has samples."""
         size = self.batch_size(args, kwargs)
-        arguments: list[tuple[str | int, Any]] = [*enumerate(args), *kwargs.items(), ("target", target)]
         return [
             f"argument {key}" if isinstance(key, int) else key
-            for key, value in arguments
+            for key, value in (*_arguments(args, kwargs), ("target", target))
             if (dim := self.special.get(key, self.batch_dim)) is not None and _holds_list(value, dim, size)
         ]
 
@@ -150,14 +168,43 @@ def _is_cut(tensor: torch.Tensor | np.ndarray[Any, Any], dim: int, size: int) ->
     return tensor.ndim > dim and tensor.shape[dim] == size
 
 
-def _holds_samples(value: Any, dim: int, size: int) -> bool:
+def _arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str | int, Any]]:
+    return [*enumerate(args), *kwargs.items()]
+
+
+def _names(inside: Opened) -> Iterator[str]:
+    """What the parts of a container are called."""
+    if inside.kind == "dict":
+        yield from map(str, (*inside.keys[0], *inside.keys[1]))
+    elif inside.kind == "object":
+        yield from inside.keys
+    else:
+        yield from map(str, range(len(inside.parts)))
+
+
+def _whole_in(value: Any, dim: int, size: int, path: str) -> Iterator[str]:
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        is_nested = isinstance(value, torch.Tensor) and value.is_nested
+        if not is_nested and value.ndim > dim and value.shape[dim] not in (1, size):
+            yield path
+    elif not _is_list_of_samples(value, dim, size) and (inside := opened(value)) is not None:
+        if inside.kind in ("list", "tuple") and len(inside.parts) not in (1, size):
+            yield path
+        for name, part in zip(_names(inside), inside.parts, strict=True):
+            yield from _whole_in(part, dim, size, f"{path}.{name}")
+
+
+def _holds_samples(value: Any, dim: int, size: int, whole: Collection[str], path: str) -> bool:
     """Whether anything in it is cut."""
     if isinstance(value, (torch.Tensor, np.ndarray)):
-        return _is_cut(value, dim, size)
-    if _is_list_of_samples(value, dim, size):
+        return path not in whole and _is_cut(value, dim, size)
+    if path not in whole and _is_list_of_samples(value, dim, size):
         return True
     inside = opened(value)
-    return inside is not None and any(_holds_samples(part, dim, size) for part in inside.parts)
+    return inside is not None and any(
+        _holds_samples(part, dim, size, whole, f"{path}.{name}")
+        for name, part in zip(_names(inside), inside.parts, strict=True)
+    )
 
 
 def _holds_list(value: Any, dim: int, size: int) -> bool:
@@ -168,14 +215,15 @@ def _holds_list(value: Any, dim: int, size: int) -> bool:
     return inside is not None and any(_holds_list(part, dim, size) for part in inside.parts)
 
 
-def _some(value: Any, dim: int, size: int, start: int, length: int) -> Any:
+def _some(value: Any, dim: int, size: int, start: int, length: int, whole: Collection[str], path: str) -> Any:
     """Some samples of it. Tensors stay in the batch's own memory, with a version of their own.
 
     As plain views all would count as changed when a forward writes into one of them (labels.clamp_()), and the backward
     of those before it would fail.
     """
+    is_whole = path in whole
     if isinstance(value, torch.Tensor):
-        if not _is_cut(value, dim, size):
+        if is_whole or not _is_cut(value, dim, size):
             return value
         try:
             part = value.narrow(dim, start, length)
@@ -187,11 +235,16 @@ def _some(value: Any, dim: int, size: int, start: int, length: int) -> Any:
             ) from error
         return part if part.requires_grad else part.data
     if isinstance(value, np.ndarray):
-        return value[(slice(None),) * dim + (slice(start, start + length),)] if _is_cut(value, dim, size) else value
-    if _is_list_of_samples(value, dim, size):
+        if is_whole or not _is_cut(value, dim, size):
+            return value
+        return value[(slice(None),) * dim + (slice(start, start + length),)]
+    if not is_whole and _is_list_of_samples(value, dim, size):
         return value[start : start + length]
     inside = opened(value)
-    return value if inside is None else inside.built([_some(part, dim, size, start, length) for part in inside.parts])
+    if inside is None:
+        return value
+    parts = zip(_names(inside), inside.parts, strict=True)
+    return inside.built([_some(part, dim, size, start, length, whole, f"{path}.{name}") for name, part in parts])
 
 
 def _is_list_of_samples(value: Any, dim: int, size: int) -> bool:
@@ -202,7 +255,7 @@ def _is_list_of_samples(value: Any, dim: int, size: int) -> bool:
         return not all(_is_cut(tensor, dim, size) for tensor in value)
     if all(isinstance(item, Mapping) for item in value):
         return True
-    return isinstance(value, list) and not any(_holds_samples(item, dim, size) for item in value)
+    return isinstance(value, list) and not any(_holds_samples(item, dim, size, (), "") for item in value)
 
 
 def _refuse_packed(value: Any) -> None:

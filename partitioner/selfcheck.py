@@ -16,7 +16,9 @@ from partitioner.errors import UnsupportedModelError
 from partitioner.losses import Loss
 from partitioner.microbatches import MicroBatch
 from partitioner.profiles import Profile
+from partitioner.reaching import Reach
 from partitioner.recompute import Recomputed
+from partitioner.renewal import Kept
 from partitioner.restore import ModelState, untouched
 from partitioner.slicing import Slice, chain
 from partitioner.structures import map_tensors
@@ -91,6 +93,108 @@ def check_split(
             else:
                 raise UnsupportedModelError(_refusal(profile, stage_of, worst, where))
     return worst
+
+
+def check_order(model: nn.Module, first: MicroBatch, second: MicroBatch, loss: Loss, *, seed: int = 0) -> None:
+    """Whether a micro-batch's forward may come before the backward of the one before it; the model is untouched.
+
+    UnsupportedModelError where a backward changes a buffer or attribute, and with both forwards before both backwards
+    the second loss or the gradients are others.
+    """
+    rounds = (first, second)
+
+    def seeded(k: int) -> None:
+        torch.manual_seed(seed + k)
+        _seed_python(seed + k)
+
+    def forward(k: int) -> torch.Tensor:
+        seeded(k)
+        args, kwargs = map_tensors((rounds[k].args, rounds[k].kwargs), copied)
+        return loss.of(model(*args, **kwargs), rounds[k].target)
+
+    def in_turn() -> torch.Tensor:
+        values = [forward(0)]
+        after = ModelState(model)
+        backward(values[0])
+        if not after.differs():
+            raise _NothingChanged
+        values.append(forward(1))
+        backward(values[1])
+        return torch.stack([value.detach() for value in values])
+
+    def forwards_first() -> torch.Tensor:
+        kept = Kept(Reach(model, lambda path: 1).places.values(), parameters=model.parameters())
+        values, then = [], []
+        for k in range(2):
+            kept.begin()
+            values.append(forward(k))
+            then.append(kept.end())
+        for value, one in zip(values, then, strict=True):
+            with kept.as_after(one):
+                backward(value)
+        return torch.stack([value.detach() for value in values])
+
+    def backward(value: torch.Tensor) -> None:
+        if value.requires_grad:
+            value.backward()  # type: ignore[no-untyped-call]
+
+    with untouched(model, loss.keeps) as start, torch.enable_grad():
+        try:
+            expected = _results(model, seed, lambda _: in_turn())
+        except _NothingChanged:
+            return
+        start.restore()
+        found = _results(model, seed, lambda _: forwards_first())
+        worst, where = worst_difference(expected, found)
+        if worst > TOLERANCE:
+            start.restore()
+            own, _ = worst_difference(expected, _results(model, seed, lambda _: in_turn()))
+            if worst > 2 * own:
+                raise UnsupportedModelError(
+                    f"its backward changes a buffer or attribute that the next forward reads: with two micro-batches "
+                    f"under way at once, as in a pipeline, {where} differs by {worst:.1e} of its size. Use replicas "
+                    f"only (mesh={{'dp': n}}), or one micro-batch (microbatches=1)"
+                )
+
+
+def changed_by_forward(model: nn.Module, part: MicroBatch, loss: Loss, *, seed: int = 0) -> tuple[list[str], bool]:
+    """The buffers that a forward changes, and whether it changes attributes too; the model is untouched.
+
+    What torch's own normalisations average is not told, as a forward in training does not read it.
+    """
+    with untouched(model, loss.keeps), torch.no_grad():
+        torch.manual_seed(seed)
+        _seed_python(seed)
+        averages = {
+            id(buffer)
+            for module in model.modules()
+            if isinstance(module, nn.modules.batchnorm._NormBase)
+            for buffer in module.buffers()
+        }
+        before = {
+            name: (buffer, buffer.detach().clone())
+            for name, buffer in model.named_buffers()
+            if id(buffer) not in averages and not buffer.is_meta
+        }
+        tables = [(vars(module), dict(vars(module))) for module in model.modules()]
+        args, kwargs = map_tensors((part.args, part.kwargs), copied)
+        with torch.enable_grad():
+            model(*args, **kwargs)
+        after = dict(model.named_buffers())
+        changed = [
+            name
+            for name, (buffer, value) in before.items()
+            if after.get(name) is not buffer or buffer.shape != value.shape or not torch.equal(buffer, value)
+        ]
+        numbers = (bool, int, float)
+        counts = any(
+            type(value) in numbers and table.get(key) != value for table, then in tables for key, value in then.items()
+        )
+        return changed, counts
+
+
+class _NothingChanged(Exception):
+    """A backward has left the model as it was."""
 
 
 def _sliced(

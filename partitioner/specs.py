@@ -453,6 +453,8 @@ class Training(Given):
     """Layer id -> stage, kept by the solver, or a word: layers with the same word are on one stage, whichever, with all
     between them. A whole split by hand names every layer."""
     batch_dim: int = 0
+    whole: tuple[str, ...] = ()
+    """Where in a batch there are tensors or lists that hold no samples, as the example tells by their sizes."""
     loss_rule: LossRule | None = None
     """None: as each batch tells, by its samples or its labels that are valid."""
 

@@ -170,7 +170,7 @@ def verify(
             f"the plan, {found} ({type(model).__name__}) here; make the plan again for this model"
         )
     args, kwargs = as_call(example_inputs)
-    cutter = Cutter(plan.training.batch_dim)
+    cutter = Cutter(plan.training.batch_dim, whole=plan.training.whole)
     args, kwargs, target = _of_size(args, kwargs, example_target, plan, cutter)
     loss = Loss(model, loss_fn, loss_weight, plan.training.loss_rule)
     notes: list[str] = []
@@ -258,7 +258,9 @@ def on_rank(
     torch.manual_seed(seed)
     with materialize(plan, model, loss_fn=loss_fn, loss_weight=loss_weight) as stage:
         optimizer = torch.optim.SGD(stage.parameters(), learning_rate)
-        part = Cutter(plan.training.batch_dim).cut(args, kwargs, target, stage.dp_size)[stage.dp_rank]
+        part = Cutter(plan.training.batch_dim, whole=plan.training.whole).cut(args, kwargs, target, stage.dp_size)[
+            stage.dp_rank
+        ]
         inputs = part.kwargs if not part.args else part.args
         losses, gradients, weights, step_s, bubbles, shares = [], {}, {}, [], [], []
         for step in range(steps):

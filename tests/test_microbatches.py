@@ -10,7 +10,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+import partitioner as pt
 from partitioner.errors import ArgumentError, NotBuiltError
 from partitioner.microbatches import Cutter, as_call, join
 
@@ -191,3 +193,50 @@ def test_batches_that_torch_cannot_cut_are_refused_in_words(kind: str) -> None:
     with pytest.raises(NotBuiltError, match=f"a {kind} tensor of torch.float32 cannot be cut into micro-batches"):
         Cutter().cut((torch.ones(4, 2), batch), {}, None, 2)
     assert Cutter().cut((torch.ones(4, 2), batch), {}, None, 1)[0].args[1] is batch
+
+
+def test_what_is_no_batch_in_the_example_is_none_in_a_batch_of_its_size() -> None:
+    table, one = torch.randn(10, 4), torch.randn(1, 4)
+
+    def batch(size: int) -> tuple[tuple[object, ...], dict[str, object], dict[str, object]]:
+        state = (torch.zeros(3, size, 4), torch.zeros(3, size, 4))
+        inputs = {"x": torch.arange(size), "tables": [table, one], "names": list("abcdefghij"), "state": state}
+        return (inputs,), {"prototypes": table, "pairs": torch.zeros(10, size)}, {"y": torch.arange(size), "w": table}
+
+    whole = Cutter().goes_whole(*batch(16))
+    assert whole == (
+        "0.tables",
+        "0.tables.0",
+        "0.names",
+        "0.state",
+        "0.state.0",
+        "0.state.1",
+        "prototypes",
+        "pairs",
+        "target.w",
+    )
+    for size in (10, 2, 3):
+        for part in Cutter(whole=whole).cut(*batch(size), 2):
+            inputs = part.args[0]
+            assert len(inputs["x"]) == len(part.target["y"]) == part.samples and len(inputs["state"]) == 2
+            assert inputs["tables"][0] is table and inputs["names"] == list("abcdefghij") and part.target["w"] is table
+            assert part.kwargs["prototypes"] is table and part.kwargs["pairs"].shape == (10, size)
+            assert all(one.shape == (3, size, 4) for one in inputs["state"])
+    assert Cutter(special={"prototypes": 0}, whole=whole).cut(*batch(10), 2)[0].kwargs["prototypes"].shape == (5, 4)
+    assert Cutter(whole=whole).batch_size((), {"prototypes": table, "x": torch.zeros(4)}) == 4
+
+
+def test_a_plan_keeps_what_is_no_batch() -> None:
+    class Nearest(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, prototypes: torch.Tensor) -> torch.Tensor:
+            return self.last(torch.softmax(self.first(x) @ prototypes.T, -1) @ prototypes)
+
+    inputs = (torch.randn(8, 4), torch.randn(5, 4))
+    plan = pt.partition(
+        Nearest(), inputs, gpus=2, mesh={"pp": 2}, microbatches=2, loss_fn=nn.MSELoss(), example_target=inputs[0]
+    )
+    assert pt.Plan.model_validate_json(plan.model_dump_json()).training.whole == ("1",)

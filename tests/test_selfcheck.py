@@ -13,11 +13,12 @@ from side_by_side import even_cuts, quiet, split
 from torch import nn
 from torch.nn import functional as F
 
+import partitioner as pt
 from partitioner.capture import Capture, capture
 from partitioner.errors import UnsupportedModelError
 from partitioner.losses import Loss
 from partitioner.microbatches import Cutter, MicroBatch
-from partitioner.selfcheck import check_split
+from partitioner.selfcheck import changed_by_forward, check_order, check_split
 from partitioner.shared import SharedState
 
 
@@ -149,3 +150,101 @@ def test_a_wrong_capture_is_found_out() -> None:
     cut = captured.tensors[0].consumers[-1]
     with pytest.raises(UnsupportedModelError, match="did not send"):
         check_split(case.model, fewer, split(fewer, [cut]), part, Loss(case.model, case.loss_fn, None))
+
+
+class Scaled(torch.autograd.Function):
+    """Divides by a scale that its backward takes from the gradients, as delayed scaling of 8-bit numbers does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: Any) -> torch.Tensor:
+        ctx.layer = layer
+        return x / layer.scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.layer.learn(gradient)
+        return gradient, None
+
+
+class Delayed(nn.Module):
+    """A layer whose backward moves its scale; `reads`: whether the next forward sees that."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.linear, self.reads, self.last = nn.Linear(4, 4), reads, None
+        self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("largest", torch.zeros(()))
+
+    def learn(self, gradient: torch.Tensor) -> None:
+        self.last = gradient
+        self.largest.copy_(gradient.abs().max())
+        if self.reads:
+            self.scale.copy_(1 + gradient.abs().max())
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return torch.tanh(self.linear(Scaled.apply(x, self)))
+
+
+def rounds() -> tuple[MicroBatch, MicroBatch]:
+    generator = torch.Generator().manual_seed(3)
+    first, second = (MicroBatch((torch.randn(3, 4, generator=generator),), {}, None, 3) for _ in range(2))
+    return first, second
+
+
+def test_a_forward_that_reads_what_the_backward_before_it_changed_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Delayed(reads=True))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(UnsupportedModelError, match="backward changes a buffer or attribute that the next forward"):
+        check_order(model, *rounds(), Loss(model, square, None))
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Sequential(nn.Linear(4, 4), Delayed(reads=False)),
+        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout()),
+    ],
+)
+def test_a_backward_that_keeps_something_for_others_is_not(model: nn.Module) -> None:
+    check_order(model, *rounds(), Loss(model, square, None))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_no_stages_are_made_of_a_model_whose_backwards_matter_to_its_forwards() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Delayed(reads=True), nn.Linear(4, 4))
+    x = torch.randn(4, 4)
+    with pytest.raises(UnsupportedModelError, match="backward changes"):
+        pt.partition(model, (x,), gpus=2, mesh={"pp": 2}, microbatches=2, loss_fn=square)
+    plan = pt.partition(model, (x,), gpus=2, mesh={"pp": 2}, microbatches=1, loss_fn=square)
+    assert plan.num_stages == 2
+
+
+class Moving(nn.Module):
+    """Keeps a mean of what it sees, and counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
+        return x - self.mean
+
+
+def test_what_a_forward_changes_is_named_and_given_back() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Moving())
+    part, _ = rounds()
+    assert changed_by_forward(model, part, Loss(model, square, None)) == (["2.mean"], True)
+    assert model[2].calls == 0 and not model[2].mean.any() and not model[1].running_mean.any()
+    plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    assert changed_by_forward(plain, part, Loss(plain, square, None)) == ([], False)
+
+
+def test_replicas_that_each_move_their_own_are_told_of() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), Moving(), nn.Linear(4, 4)), torch.randn(8, 4)
+    with pytest.warns(pt.ReplicaWarning, match=r"the buffer 1\.mean: each of 2 replicas"):
+        plan = pt.partition(model, (x,), gpus=2, mesh={"dp": 2}, microbatches=2, loss_fn=square)
+    assert any("1.mean" in line for line in plan.why)

@@ -93,6 +93,10 @@ class Placement:
         """Whether an entry of the state dict is this stage's own."""
         return self.stage in (self._owners_of_key(key) or (self.stage_of_key(key),))
 
+    def has_values(self, name: str) -> bool:
+        """Whether a buffer is no placeholder here."""
+        return self.stage in self.buffer_owners.get(name, (self.stage,))
+
     def _owners_of_key(self, key: str) -> tuple[int, ...]:
         """() where every rank has it."""
         return self.owners[self._first[key]] if key in self._first else self.buffer_owners.get(key, ())

@@ -162,8 +162,18 @@ class Reduction:
     def most(self, count: int) -> int:
         """The most that a replica of this stage has."""
         value = torch.tensor(count, device=self._mesh.device if self._mesh.has_own_device else "cpu")
-        dist.all_reduce(value, dist.ReduceOp.MAX, group=self._group_of_replicas)
+        self.largest(value)
         return int(value)
+
+    def largest(self, numbers: torch.Tensor) -> None:
+        """Put the largest of all replicas of this stage in each place."""
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group_of_replicas)
+
+    def from_first_replica(self, tensors: Sequence[Any]) -> None:
+        """Give all replicas of this stage the values that the first one has."""
+        with torch.no_grad():
+            for bucket in _buckets(tensors):
+                self._copy(bucket, self._mesh.rank_of(self._mesh.stage, 0), self._group_of_replicas)
 
     def _copy(self, tensors: list[Any], source: int, group: dist.ProcessGroup) -> None:
         work, _, staged, _ = self._send(tensors, source, group)

@@ -19,6 +19,7 @@ from partitioner.actions import check_schedule
 from partitioner.errors import ArgumentError, NotBuiltError, SetupError, UnsupportedModelError, expect
 from partitioner.executor.afterwards import Afterwards, NoLocalNorm
 from partitioner.executor.agreement import digest, refuse_differing, refuse_other_order
+from partitioner.executor.buffers import ReplicaBuffers
 from partitioner.executor.division import Division
 from partitioner.executor.failures import Failures
 from partitioner.executor.mesh import Mesh, join_mesh
@@ -89,7 +90,7 @@ def materialize(
     with failures.caught():
         placement = Placement(plan, mesh.stage, model, mesh.device, weights)
         loss = Loss(placement.model, loss_fn, loss_weight, plan.training.loss_rule)
-        cutter = Cutter(plan.training.batch_dim, batch_dim)
+        cutter = Cutter(plan.training.batch_dim, batch_dim, plan.training.whole)
         return LiveStage(plan, mesh, failures, placement, loss, cutter, seed, weights is None, keep_output)
 
 
@@ -129,7 +130,10 @@ class LiveStage:
         check_schedule(plan.actions(), edges, turns=plan.takes_turns)
         self._division = Division(here.shard, placement.own, mesh.num_replicas, mesh.replica)
         divided = {(stage.index,) for stage in plan.stages if stage.shard != "none"}
-        mesh.make_groups({*placement.owner_sets(), *divided}, edges)
+        replicated: set[tuple[int, ...]] = set()
+        if mesh.num_replicas > 1 and any(module._buffers for module in placement.model.modules()):
+            replicated = {(stage.index,) for stage in plan.stages}
+        mesh.make_groups({*placement.owner_sets(), *divided, *replicated}, edges)
         shared: dict[tuple[int, ...], list[nn.Parameter]] = {}
         for name, parameter in placement.own.items():
             shared.setdefault(placement.owner_set_of(name), []).append(parameter)
@@ -139,6 +143,7 @@ class LiveStage:
             self._reduction.copy_values(buffers, placement.buffers_of(None))
         written = {one.names[0] for one in plan.profile.parameters if one.written and mesh.num_replicas > 1}
         self._written = [one for name, one in placement.own.items() if name in written]
+        self._buffers = ReplicaBuffers(mesh, placement, self._reduction)
         self._recorder = Recorder(mesh, list(self.parameters()), placement.owner_sets())
         replicas = None
         if plan.num_stages == 1 and plan.num_replicas > 1 and self._trains() and not self._division.divides:
@@ -264,6 +269,7 @@ class LiveStage:
             microbatches, weights = self._prepared(inputs, target, self._loss)
             total, shares = self._shares(microbatches, weights)
             outputs: list[Any] = []
+            self._buffers.begin()
             if self._reduces:
                 with self._recorder.span("sync") if self._division.divides else nullcontext():
                     self._reduction.begin(len(microbatches))
