@@ -158,13 +158,20 @@ def check_order(model: nn.Module, first: MicroBatch, second: MicroBatch, loss: L
 
 
 def changed_by_forward(model: nn.Module, part: MicroBatch, loss: Loss, *, seed: int = 0) -> tuple[list[str], bool]:
-    """The buffers that a forward changes, and whether it changes attributes too; the model is untouched.
+    """The buffers that a forward changes, and whether it changes numbers in attributes; the model is untouched.
 
-    What torch's own normalisations average is not told, as a forward in training does not read it.
+    Of a second forward, as a first one may set up things once. What torch's own normalisations average is not told: a
+    forward in training does not read it.
     """
-    with untouched(model, loss.keeps), torch.no_grad():
+
+    def forward() -> None:
+        args, kwargs = map_tensors((part.args, part.kwargs), copied)
+        model(*args, **kwargs)
+
+    with untouched(model, loss.keeps), torch.enable_grad():
         torch.manual_seed(seed)
         _seed_python(seed)
+        forward()
         averages = {
             id(buffer)
             for module in model.modules()
@@ -177,9 +184,7 @@ def changed_by_forward(model: nn.Module, part: MicroBatch, loss: Loss, *, seed: 
             if id(buffer) not in averages and not buffer.is_meta
         }
         tables = [(vars(module), dict(vars(module))) for module in model.modules()]
-        args, kwargs = map_tensors((part.args, part.kwargs), copied)
-        with torch.enable_grad():
-            model(*args, **kwargs)
+        forward()
         after = dict(model.named_buffers())
         changed = [
             name
