@@ -16,7 +16,7 @@ from partitioner.display import Shown
 from partitioner.errors import ArgumentError, PlanMismatchError, expect
 from partitioner.executor import launch, materialize
 from partitioner.losses import Loss, LossFunction, LossWeight
-from partitioner.microbatches import Cutter, MicroBatch, as_call
+from partitioner.microbatches import Cutter, MicroBatch, as_call, as_given
 from partitioner.plan import Plan
 from partitioner.progress import Progress, shown
 from partitioner.report.blocks import Facts, Page, Prose
@@ -177,16 +177,15 @@ def verify(
     with shown(progress) as tell, as_it_was(model):
         tell("starting the ranks", 0.0)
         whole = MicroBatch(args, kwargs, target, plan.training.batch_size)
+        inputs = as_given(whole, example_inputs)
         with explained(model, [whole], loss_fn, plan.training.batch_dim):
             random = _is_random(model, whole, loss)
         if random:
             model.eval()
             notes.append("the model draws random numbers in training (dropout), so both sides ran in eval mode")
-        ranks = launch(
-            on_rank, plan, plan, model, args, kwargs, target, loss_fn, loss_weight, steps, learning_rate, seed
-        )
+        ranks = launch(on_rank, plan, plan, model, inputs, target, loss_fn, loss_weight, steps, learning_rate, seed)
         tell("running one device", _share_of_ranks(plan, steps))
-        single = on_one_device(plan, model, args, kwargs, target, loss, cutter, steps, learning_rate)
+        single = on_one_device(plan, model, inputs, target, loss, cutter, steps, learning_rate)
     return compared(plan, ranks, single, steps, tuple(notes))
 
 
@@ -246,8 +245,7 @@ def _is_random(model: nn.Module, batch: MicroBatch, loss: Loss) -> bool:
 def on_rank(
     plan: Plan,
     model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    inputs: Any,
     target: Any,
     loss_fn: LossFunction | None,
     loss_weight: LossWeight | None,
@@ -258,10 +256,9 @@ def on_rank(
     torch.manual_seed(seed)
     with materialize(plan, model, loss_fn=loss_fn, loss_weight=loss_weight) as stage:
         optimizer = torch.optim.SGD(stage.parameters(), learning_rate)
-        part = Cutter(plan.training.batch_dim, whole=plan.training.whole).cut(args, kwargs, target, stage.dp_size)[
-            stage.dp_rank
-        ]
-        inputs = part.kwargs if not part.args else part.args
+        cutter = Cutter(plan.training.batch_dim, whole=plan.training.whole)
+        part = cutter.cut(*as_call(inputs), target, stage.dp_size)[stage.dp_rank]
+        inputs = as_given(part, inputs)
         losses, gradients, weights, step_s, bubbles, shares = [], {}, {}, [], [], []
         for step in range(steps):
             losses.append(float(stage.train_step(inputs, part.target)))
@@ -292,8 +289,7 @@ def _dense(gradient: torch.Tensor) -> torch.Tensor:
 def on_one_device(
     plan: Plan,
     model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    inputs: Any,
     target: Any,
     loss: Loss,
     cutter: Cutter,
@@ -301,6 +297,7 @@ def on_one_device(
     learning_rate: float,
 ) -> dict[str, Any]:
     """The same steps over the same micro-batches, and one pass over the whole batch."""
+    args, kwargs = as_call(inputs)
     shards = [
         cutter.cut(shard.args, shard.kwargs, shard.target, plan.num_microbatches)
         for shard in cutter.cut(args, kwargs, target, plan.num_replicas)
@@ -315,12 +312,12 @@ def on_one_device(
         whole_s = []
         for _ in range(3):
             optimizer.zero_grad()
-            whole_s.append(_timed_step(model, whole, loss)[1])
+            whole_s.append(_timed_step(model, whole, inputs, loss)[1])
         at_once = {name: _dense(p.grad) for name, p in trainable.items() if p.grad is not None}
         losses, gradients, weights, step_s = [], {}, {}, []
         for step in range(steps):
             optimizer.zero_grad()
-            value, seconds = _timed_step(model, shards, loss)
+            value, seconds = _timed_step(model, shards, inputs, loss)
             losses.append(value)
             step_s.append(seconds)
             if step == 0:
@@ -340,13 +337,13 @@ def on_one_device(
     }
 
 
-def _timed_step(model: nn.Module, shards: list[list[MicroBatch]], loss: Loss) -> tuple[float, float]:
+def _timed_step(model: nn.Module, shards: list[list[MicroBatch]], inputs: Any, loss: Loss) -> tuple[float, float]:
     """Loss, and seconds of forward and backward. Gradients are summed within a replica's shard, then over shards.
 
     So do the ranks; in another order rounding differs, and where few samples meet in a BatchNorm that grows fast.
     """
     parts = [part for shard in shards for part in shard]
-    weights = loss.weights(parts, [part.kwargs if not part.args else part.args for part in parts])
+    weights = loss.weights(parts, [as_given(part, inputs) for part in parts])
     total = 1.0 if loss.is_sum(parts[0].kwargs) else sum(weights)
     shares = iter(weight / total for weight in weights)
     sums: dict[nn.Parameter, torch.Tensor] = {}

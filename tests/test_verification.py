@@ -9,7 +9,7 @@ import torch
 
 import partitioner as pt
 from partitioner.losses import Loss
-from partitioner.microbatches import Cutter, as_call
+from partitioner.microbatches import Cutter
 from partitioner.selfcheck import worst_difference
 from partitioner.verification import as_it_was, compared, on_one_device
 
@@ -153,12 +153,30 @@ def test_weights_are_those_of_the_fifth_step_however_many_are_timed(
     tied: tuple[pt.Plan, models.Case, pt.Verification],
 ) -> None:
     plan, case, _ = tied
-    args, kwargs = as_call(case.inputs)
     loss = Loss(case.model, case.loss_fn, None)
 
     def weights(steps: int) -> dict[str, torch.Tensor]:
         with as_it_was(case.model):
-            return on_one_device(plan, case.model, args, kwargs, case.target, loss, Cutter(), steps, 0.01)["weights"]
+            return on_one_device(plan, case.model, case.inputs, case.target, loss, Cutter(), steps, 0.01)["weights"]
 
     after = {steps: weights(steps) for steps in (4, 5, 7)}
     assert worst_difference(after[5], after[7])[0] < 1e-6 < worst_difference(after[4], after[5])[0]
+
+
+@pytest.mark.parametrize("as_tuple", [False, True])
+def test_loss_weight_gets_inputs_in_the_form_of_the_batch(
+    tied: tuple[pt.Plan, models.Case, pt.Verification], as_tuple: bool
+) -> None:
+    plan, case, _ = tied
+    [tensor] = case.args
+    seen = set()
+
+    def weight(inputs: object, target: object) -> float:
+        seen.add(type(inputs))
+        return 1.0
+
+    with as_it_was(case.model):
+        inputs = (tensor,) if as_tuple else tensor
+        loss = Loss(case.model, case.loss_fn, weight)
+        on_one_device(plan, case.model, inputs, case.target, loss, Cutter(), 2, 0.01)
+    assert seen == {tuple if as_tuple else torch.Tensor}
