@@ -34,6 +34,7 @@ from partitioner.structures import map_tensors
 from partitioner.timing import measure, optimizer_seconds, slicing_seconds, whole_steps
 from partitioner.tracing import unwrap
 from partitioner.trial import explained
+from partitioner.ways import with_other_ways
 from partitioner.world import as_only_rank
 
 
@@ -89,6 +90,10 @@ def profile(
         torch.manual_seed(seed)
         captures = _captures(model, parts, max_share, on_meta, loss)
         sizes = tuple(captures)
+        if not on_meta:
+            smallest = cutter.cut(args, kwargs, example_target, batch // sizes[0])
+            against = None if loss.function is None else loss.against(smallest[0].target)
+            captures = with_other_ways(model, captures, smallest, against)
         start.keep(written_weights(model, captures[sizes[-1]].parameters))
         probes: dict[int, list[Probe]] = {}
         for size in sizes:
