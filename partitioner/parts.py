@@ -35,7 +35,7 @@ class Flags(NamedTuple):
     """What a stage tells the next one besides its log; see `Walk`."""
 
     strayed: bool
-    next_call: str
+    next_call: str | None
     inputs_written: bool
     told: Told = ()
 
@@ -62,6 +62,7 @@ class Part:
         self.model, self.stage, self.device = unwrap(model), stage, device
         self.num_stages = max(stage_of.values()) + 1
         self.stage_of, tracked = (joined if join else single)(profile, with_uncalled(profile, stage_of))
+        self.last_layer = [layer.id for layer in profile.layers if stage_of.get(layer.id) == stage][-1]
         modules = dict(self.model.named_modules())
         missing = [path for path in tracked if path not in modules]
         if missing:

@@ -26,7 +26,7 @@ from partitioner.logbook import Arguments, Encoder, is_sendable, left_name, num_
 from partitioner.losses import Compared, LossFunction
 from partitioner.restore import modes, random_states
 from partitioner.structures import is_same, map_tensors, storage_of, tensors_in
-from partitioner.tracing import HOST_READS, RETURNED, Watcher, hook_name, in_transform, may_draw, watching
+from partitioner.tracing import HOST_READS, RETURNED, Watcher, hook_name, in_transform, may_draw, sets_nothing, watching
 from partitioner.written import parameters_kept, written_by
 
 ROOT = "(whole model)"
@@ -459,7 +459,7 @@ class _Recorder(Watcher):
             self.recording.kernels.append((f"host read {len(self.recording.kernels)} of {moment}", 0.0, 0.0))
             return result
         for k, (tensor, old) in enumerate(zip(given, before, strict=True)):
-            moved = k == 0 and name == "set data"
+            moved = k == 0 and name == "set data" and not sets_nothing(given)
             if id(tensor) not in self.parameters:
                 if moved or old != version(tensor):
                     self.written(tensor, moment, parents)

@@ -101,9 +101,9 @@ def opened(item: Any) -> Opened | None:
     if cls in _LEAVES or isinstance(item, (torch.Tensor, nn.Module, torch.Size, type)):
         return None
     if isinstance(item, tuple):
-        return Opened("tuple", cls, (), list(item))
+        return Opened("tuple", cls, (), [*tuple.__iter__(item)])  # its parts, whatever its class makes of iter and len
     if isinstance(item, list):
-        return Opened("list", cls, (), list(item))
+        return Opened("list", cls, (), [*list.__iter__(item)])
     if isinstance(item, dict):
         attributes = tuple(vars(item)) if hasattr(item, "__dict__") else ()
         names = (tuple(item), attributes, getattr(item, "default_factory", None))

@@ -94,6 +94,15 @@ def is_read(name: str) -> bool:
     return name in READS or (name.startswith("set ") and name != "set data") or name.startswith("_record_function")
 
 
+_MOVES = frozenset({"to", "_has_compatible_shallow_copy_type", "set data"})
+"""What `module.to(device)` does with the gradients that there are, as with the parameters: that is no computation."""
+
+
+def sets_nothing(given: list[torch.Tensor]) -> bool:
+    """Whether `tensor.data = value` is no change: `module.to(device)` writes so, where everything is there already."""
+    return len(given) > 1 and given[0] is given[1]
+
+
 def may_draw(name: str, func: Callable[..., Any]) -> bool:
     """Whether a second run may give something else: random functions, and those that torch knows nothing about."""
     return name in RANDOM or name.startswith("apply ") or isinstance(func, _CUSTOM)
@@ -151,6 +160,8 @@ class Watcher(ABC):
         self.num_calls: Counter[str] = Counter()
         self.in_custom = False
         """Inside of a custom autograd Function or a functorch transform: that is one function, whatever it calls."""
+        self.gradients: dict[int, torch.Tensor] = {}
+        """By id, those that the forward has read of parameters; each rank has other ones."""
         self.hooks_added: list[AddedHook] = []
         """Forward hooks that the forward has put on modules."""
         self.failure: Exception | None = None
@@ -289,7 +300,12 @@ class _Functions(TorchFunctionMode):
         if name == "__iter__":
             return iter(self.__torch_function__(torch.Tensor.unbind, types, args, kwargs))
         if name == "get grad" and isinstance(args[0], nn.Parameter):
-            return func(*args)  # torch.profiler does that at every module call, where it records stacks
+            gradient = func(*args)  # torch.profiler does that at every module call, where it records stacks
+            if gradient is not None:
+                self.watcher.gradients[id(gradient)] = gradient
+            return gradient
+        if self.watcher.gradients and name in _MOVES and id(args[0]) in self.watcher.gradients:
+            return func(*args, **kwargs) if kwargs else func(*args)
         if kwargs and kwargs.get("async_op"):  # a function of torch.distributed: done at once, it leaves only tensors
             self.watcher.on_function(name, func, args, {**kwargs, "async_op": False})
             return finished_work()

@@ -47,6 +47,7 @@ from partitioner.tracing import (
     hook_name,
     in_transform,
     may_draw,
+    sets_nothing,
     unwatched,
 )
 
@@ -117,7 +118,7 @@ class Walk(Watcher):
         self.position = 0
         self.next_call: str | None = None
         """The call that the stage before stopped at; "" where its forward came to its end."""
-        self.stopped_at = ""
+        self.stopped_at: str | None = ""
         self.inputs_written = False
         """Whether a stage so far has changed the model's inputs in place."""
         self.inputs: list[tuple[torch.Tensor, int]] = []
@@ -172,8 +173,17 @@ class Walk(Watcher):
         if expected is not None and expected != call_id:
             raise self.other_way(*(f"calls {name}" if name else "returns" for name in (call_id, expected)))
 
-    def stop(self, call_id: str) -> None:
-        """The stage's part is over: what is alive now, and may be needed, must outlive the model's own references."""
+    def is_over(self) -> bool:
+        """Whether the module that holds the stage's last layer has returned: it may have left that layer out, and the
+        one that the next stage begins with."""
+        last, left = self.part.last_layer, self.moment
+        return bool(left) and "#" not in last and (last == left or last.startswith(f"{left}."))
+
+    def stop(self, call_id: str | None) -> None:
+        """The stage's part is over: what is alive now, and may be needed, must outlive the model's own references.
+
+        `call_id`: what the next stage begins with; None where that is no call.
+        """
         self.ended, self.stopped_at = True, call_id
         if self.part.shared is not None:
             with torch._C.DisableTorchFunction():
@@ -236,6 +246,9 @@ class Walk(Watcher):
             self.named_functions(name)
         given = Arguments(args, kwargs)
         if name != "requires_grad_":  # which stages own it does not matter
+            if self.is_over() and any(id(tensor) in self.part.strangers for tensor in given.tensors):
+                self.strayed = True
+                self.stop(None)
             self.refuse_strangers(given.tensors)
         try:
             result = self.metered(func, args, kwargs)
@@ -716,7 +729,9 @@ class _Received(torch.autograd.Function):
 
 
 def _written(name: str, given: Arguments) -> tuple[int, ...]:
-    return (0,) if name == "set data" else given.written()
+    if name == "set data":
+        return () if sets_nothing(given.tensors) else (0,)
+    return given.written()
 
 
 def strided_like(value: torch.Tensor, original: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,8 @@ model until one fails. In one process every stage has its own copy of the model,
 NaN, and payloads are copied as over a wire; random numbers go on from stage to stage as in the whole forward, so that
 dropout stays on. On real ranks, each of which builds the model itself, models that draw random numbers run in eval
 mode, or are left out where that is no help.
-A new model is a small function in tests/hf_models or one of the tests/odd*_models.py.
+A new model is a small function in tests/hf_models, tests/library_models or one of the tests/odd*_models.py.
+The family `libraries` is of other packages on PyPI (the extra `zoo`); models of those not installed are skipped.
 """
 
 from __future__ import annotations
@@ -51,13 +52,18 @@ def family(name: str) -> dict[str, Callable[[], Any]]:
         from hf_models import HF
 
         return dict(HF)
+    if name == "libraries":
+        from library_models import LIBRARIES
+
+        return dict(LIBRARIES)
     from odd_everyday_models import EVERYDAY
     from odd_glue_models import GLUE
     from odd_models import ODD
+    from odd_published_models import PUBLISHED
     from odder_models import ODDER
     from oddest_models import ODDEST
 
-    return {**ODD, **ODDER, **ODDEST, **EVERYDAY, **GLUE}
+    return {**ODD, **ODDER, **ODDEST, **EVERYDAY, **GLUE, **PUBLISHED}
 
 
 # -- one model
@@ -76,6 +82,11 @@ def row(
 
     torch.set_num_threads(1)
     found: dict[str, Any] = {"model": name, "family": of, "cuts": None}
+    if of == "libraries":
+        from library_models import missing
+
+        if package := missing(name):
+            return found | {"verdict": f"skipped: {package} is not installed"}
     build, microbatches = widened(family(of)[name], of, microbatches)
     case = build()
     try:
@@ -151,8 +162,10 @@ def widened(build: Callable[[], Any], of: str, microbatches: int) -> tuple[Calla
 
     from partitioner.structures import map_tensors, tensors_in
 
-    if of == "hf" or any(t.dim() == 0 or t.shape[0] != 4 for t in tensors_in(build().args)):
-        return build, (microbatches if of == "hf" else 1)
+    if of != "odd":
+        return build, microbatches
+    if any(t.dim() == 0 or t.shape[0] != 4 for t in tensors_in(build().args)):
+        return build, 1
 
     def others(tensor: torch.Tensor) -> torch.Tensor:
         more = [tensor.flip(0) * (0.5 + k) for k in range(microbatches - 1)]
@@ -652,7 +665,7 @@ def shown(found: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--family", choices=["hf", "odd", "all"], default="all")
+    parser.add_argument("--family", choices=["hf", "odd", "libraries", "all"], default="all")
     parser.add_argument("--names", nargs="*")
     parser.add_argument("--ranks", type=int, default=0, help="real ranks; 0: stages one after another in one process")
     parser.add_argument("--stages", type=int, default=2)
@@ -671,11 +684,13 @@ def main() -> None:
     }
     os.environ.update(OMP_NUM_THREADS="1", PYTHONHASHSEED="0", HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    libraries = given.family in ("libraries", "all")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])  # of what preloads
+    context.set_forkserver_preload(["library_models.preloaded"] * libraries + PRELOADED)
     rows: list[dict[str, Any]] = []
     worker = Worker(context)
     print(f"{'model':38} cuts cut bytes      loss gradient overhead seconds  verdict")
-    for of in ("hf", "odd") if given.family == "all" else (given.family,):
+    for of in ("hf", "odd", "libraries") if given.family == "all" else (given.family,):
         for name in family(of):
             if given.names and name not in given.names:
                 continue
