@@ -502,15 +502,20 @@ class Walk(Watcher):
         return name
 
     def fire_hooks(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Let hooks that keep tensors for later keep these; the module itself ran on an earlier stage."""
+        """Let hooks that keep tensors for later keep these; the module itself ran on an earlier stage.
+
+        One that keeps a view, or what it works out, fails on stand-ins: that came from there as what a layer leaves.
+        """
+        failed_before = self.failure
         with unwatched():
             for number, hook in list(module._forward_hooks.items()):
                 if self.part.collecting and hook_name(hook) not in self.part.collecting:
                     continue
-                if number in module._forward_hooks_with_kwargs:
-                    hook(module, args, kwargs, result)
-                else:
-                    hook(module, args, result)
+                given = (args, kwargs, result) if number in module._forward_hooks_with_kwargs else (args, result)
+                try:
+                    hook(module, *given)
+                except UnsupportedModelError:
+                    self.failure = failed_before
 
     def other_way(self, here: str, there: str) -> UnsupportedModelError:
         return self.failed(

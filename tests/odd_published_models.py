@@ -6,6 +6,7 @@ Entries as in `odd_models`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from models import Case
@@ -59,5 +60,29 @@ def experts_moved_to_where_they_run() -> nn.Module:
             for expert in self.experts:
                 expert.to(x.device)
             return torch.stack([expert(x) for expert in self.experts]).sum(0)
+
+    return Model()
+
+
+@odd
+def hooks_keep_views_of_what_layers_give() -> nn.Module:
+    """Features for a projection, flattened by the hook that takes them; what it took last time is still there."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.projection = (
+                nn.Sequential(lin(), nn.Tanh(), lin(), nn.Tanh(), lin()),
+                nn.Sequential(lin(), nn.Tanh(), lin()),
+            )
+            self.taken: dict[str, torch.Tensor] = {}
+            self.net[0].register_forward_hook(partial(self.keep, "low"))
+            self.net[2].register_forward_hook(partial(self.keep, "high"))
+
+        def keep(self, name: str, module: nn.Module, args: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
+            self.taken[name] = out.reshape(len(out), 2, -1).flatten(1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.net(x) + self.projection(self.taken["high"]) * self.taken["low"]
 
     return Model()
