@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from partitioner.attributes import Attribute as Changed
+from partitioner.ending import sets_of_its_own
 from partitioner.errors import UnsupportedModelError
 from partitioner.losses import Compared
 from partitioner.profiles import Attribute, Buffer, Layer, LayerCost, Parameter
@@ -415,7 +416,8 @@ class _Chooser:
         """Calls that are not opened, whatever their share."""
         while True:
             self.take(self.choose(0, max_share, opened))
-            more, less = self.around_collected() - opened, self.around_state() - self.closed - opened
+            more = self.around_collected() - opened
+            less = (self.around_state() | self.around_special()) - self.closed - opened
             if not more and not less:
                 return
             opened |= more
@@ -471,6 +473,18 @@ class _Chooser:
                     found |= {other for other, node in enumerate(self.nodes) if node.path == path}
         return found
 
+    def around_special(self) -> set[int]:
+        """Calls to keep whole, since they make something that cannot be sent before their first layer and use it after:
+        cut before them there is none yet."""
+        found: set[int] = set()
+        for info in self.recording.infos:
+            if not info.sendable and not info.foreign and self.work(self.nodes[info.node]) <= MAX_CLOSED * self.total:
+                after = any(self.zone(when) > self.zone(info.made) for when, _ in info.uses)
+                if after and info.node in self.heads(info.made, info.node):
+                    path = self.nodes[info.node].path
+                    found |= {other for other, node in enumerate(self.nodes) if node.path == path}
+        return found
+
     def heads(self, when: int, number: int) -> list[int]:
         """Opened calls, but for the model's own, that had begun and not come to their first layer: from `number` up."""
         if number < 0 or self.layer_around(number) is not None:
@@ -519,6 +533,7 @@ class _Chooser:
         self.forbid_shared_storage(no_cut)
         self.forbid_state(no_cut)
         self.forbid_written_weights(no_cut)
+        self.forbid_unseen(no_cut)
         self.forbid_shared_weights(no_cut)
         keep_open |= self.forbid_attributes(no_cut)
         self.forbid_outside(no_cut, ids)
@@ -529,6 +544,7 @@ class _Chooser:
         collecting = [n for n, node in enumerate(self.nodes) if node.hooks & recording.collecting]
         fire_hooks = {self.nodes[number].path for number in collecting}
         keep_open |= {self.nodes[one].path for number in collecting for one in self.ancestors(number)}
+        keep_open |= {node.path for node in self.nodes if node.is_unsure}
         parameters, buffers = self.parameters(ids), self.buffers(ids)
         used = defaultdict(list)
         for parameter in parameters:
@@ -720,6 +736,19 @@ class _Chooser:
 
     def modules_of(self, number: int) -> set[nn.Module]:
         return set(self.recording.model.get_submodule(self.nodes[number].path).modules())
+
+    def forbid_unseen(self, no_cut: dict[int, str]) -> None:
+        """A buffer that the code of a module around layers changes, though not this time, stays with that code."""
+        for number, node in enumerate(self.nodes):
+            module = self.recording.model.get_submodule(node.path)
+            if node.parent is None or not module._buffers or self.layer_around(number) is not None:
+                continue
+            for name in sorted(sets_of_its_own(type(module)) & module._buffers.keys()):
+                infos = [info for info in self.recording.infos if info.foreign == f"{node.path}.{name}"]
+                used = [when for info in infos for when, _ in info.uses if node.start <= when <= node.stop]
+                if used and not any(info.writes for info in infos):
+                    reason = f"the state '{node.path}.{name}' is changed in some forwards and used on both sides"
+                    self.forbid(no_cut, self.zone(min(used)), self.zone(node.stop), reason)
 
     def forbid_shared_weights(self, no_cut: dict[int, str]) -> None:
         """Parameters, or a parameter and a buffer, that are different objects over the same memory."""

@@ -176,6 +176,27 @@ def _position(code: CodeType, instruction: int) -> tuple[int, int] | None:
     return None if line is None or column is None else (line, column)
 
 
+def sets_of_its_own(cls: type, method: str = "forward", depth: int = 0) -> frozenset[str]:
+    """Attributes of `self` that a method sets or changes in place somewhere, itself or by others that it calls."""
+    function = inspect.getattr_static(cls, method, None)
+    node = _function_of(function.__code__) if isinstance(function, FunctionType) else None
+    if node is None or depth > _MAX_DEPTH or not node.args.args:
+        return frozenset()
+    own, found = node.args.args[0].arg, set[str]()
+    changed = [each for each in _effects(node).stores if isinstance(each, (ast.Attribute, ast.Subscript))]
+    for one in changed:
+        base: ast.AST = one
+        while isinstance(base, ast.Subscript):
+            base = base.value
+        if isinstance(base, ast.Attribute) and isinstance(base.value, ast.Name) and base.value.id == own:
+            found.add(base.attr)
+    for each in ast.walk(node):
+        called = each.func if isinstance(each, ast.Call) else None
+        if isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name) and called.value.id == own:
+            found |= sets_of_its_own(cls, called.attr, depth + 1)
+    return frozenset(found)
+
+
 class _Effects(NamedTuple):
     """What a part of a function may do, wherever in it."""
 

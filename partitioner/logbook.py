@@ -310,6 +310,13 @@ def withheld_in(code: Any) -> str:
     return next(filter(None, map(withheld_in, code[4])), "") if code[0] == _CONTAINER else ""
 
 
+def is_unsure_in(code: Any) -> bool:
+    """Whether an encoded value may be of a kind that cannot be built elsewhere: opaque, or of a class in a function."""
+    if code[0] != _CONTAINER:
+        return bool(code[0] == _WITHHELD)
+    return (code[2] is not None and "<locals>" in code[2][1]) or any(map(is_unsure_in, code[4]))
+
+
 def left_name(label: str, k: int) -> str:
     """What the k-th tensor is called that layers have left in Python state, at the place of that name."""
     return f"={label}:{k}".replace("@", "(at)")

@@ -79,14 +79,19 @@ class Part:
         """Watched modules that may also be called inside of layers, be it by themselves."""
         self.strangers: dict[int, str] = {}
         """Parameters and buffers of other stages."""
+        self.later_buffers: set[int] = set()
+        """Buffers of later stages alone."""
         ours = dict(self.model.named_parameters(remove_duplicate=False))
         for kept, tensors in (
             (profile.parameters, ours),
             (profile.buffers, dict(self.model.named_buffers(remove_duplicate=False))),
         ):
             for one in kept:
-                if stage not in ({stage_of[layer] for layer in one.layers} or {0}) and one.names[0] in tensors:
+                owners = {stage_of[layer] for layer in one.layers} or {0}
+                if stage not in owners and one.names[0] in tensors:
                     self.strangers[id(tensors[one.names[0]])] = one.names[0]
+                    if kept is profile.buffers and stage < min(owners):
+                        self.later_buffers.add(id(tensors[one.names[0]]))
         self.routes: dict[int, list[str]] = {}
         sources = {stage - 1} if stage else set()
         for tensor in profile.tensors:

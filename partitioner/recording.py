@@ -22,7 +22,17 @@ from torch.utils.flop_counter import flop_registry
 from partitioner.attributes import Attribute, Attributes, Left, Outside, Place
 from partitioner.ending import Content, Foretold, Key, foretold
 from partitioner.errors import UnsupportedModelError
-from partitioner.logbook import Arguments, Encoder, is_sendable, left_name, num_passed, sizes, version, withheld_in
+from partitioner.logbook import (
+    Arguments,
+    Encoder,
+    is_sendable,
+    is_unsure_in,
+    left_name,
+    num_passed,
+    sizes,
+    version,
+    withheld_in,
+)
 from partitioner.losses import Compared, LossFunction
 from partitioner.restore import modes, random_states
 from partitioner.structures import is_same, map_tensors, storage_of, tensors_in
@@ -56,6 +66,8 @@ class Node:
     """How many of the tensors that it returned it had been given."""
     collected: list[int] = field(default_factory=list)
     """Tensors that its hooks kept."""
+    is_unsure: bool = False
+    """Whether it returned an object that later ranks may not be able to build: where they can, they run its code."""
 
 
 @dataclass
@@ -622,7 +634,7 @@ class _Recorder(Watcher):
             self.at(call_id)
         with torch._C.DisableTorchFunction():
             encoder = Encoder(given, self.own)
-            encoder(result)
+            node.is_unsure = is_unsure_in(encoder(result))
             for _, content in given.refilled():
                 encoder.container(content)
             arguments = set(map(id, given.tensors))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import _random
 import contextlib
+import copy
 import ctypes
 import functools
 import random
 import sys
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import CellType, FunctionType, MethodType, ModuleType
@@ -19,6 +21,7 @@ from torch import nn
 
 from partitioner.contents import content_of, fill, has_content
 from partitioner.structures import is_python_object
+from partitioner.usage import names_in
 
 _GENERATOR: Any = random._inst
 _NUMPY: Any = np.random.mtrand._rand
@@ -151,6 +154,8 @@ class ModelState:
         for buffer in model.buffers():
             self._keep(buffer, 0)
         self._keep(others, 0)
+        for variable in _variables_of(model):
+            self._undo.append(_variable_undo(variable))
 
     def keep(self, others: Any) -> None:
         """From here on, keep these too."""
@@ -241,8 +246,11 @@ def kept_by(function: Any) -> tuple[Any, ...]:
 _EMPTY = CellType()
 
 
+_LIBRARIES = frozenset({"torch", "numpy", "scipy", "partitioner", "transformers", "builtins"})
+
+
 def _is_library(function: FunctionType) -> bool:
-    return (function.__module__ or "").partition(".")[0] in ("torch", "numpy", "scipy", "partitioner", "transformers")
+    return (function.__module__ or "").partition(".")[0] in _LIBRARIES
 
 
 def _equal(now: Any, before: Any) -> bool:
@@ -282,11 +290,60 @@ def _differ(container: Any, before: Any) -> bool:
 
 
 def _container_undo(container: Any, before: Any) -> Callable[[], None]:
+    iterators = {}
+    if isinstance(container, dict):
+        iterators = {key: found for key, one in before.items() if (found := _copied_iterator(one)) is not None}
+
     def undo() -> None:
         container.clear()
+        before.update({key: _copied_iterator(one) for key, one in iterators.items()}) if iterators else None
         container.extend(before) if isinstance(container, (list, deque)) else container.update(before)
 
     return undo
+
+
+def _copied_iterator(value: Any) -> Any:
+    """Another iterator of `itertools` that goes on from where this one is; None for all else."""
+    if type(value).__module__ != "itertools":
+        return None
+    with warnings.catch_warnings(), contextlib.suppress(Exception):
+        warnings.simplefilter("ignore")  # Python says that it will not copy them for ever
+        return copy.deepcopy(value)
+    return None
+
+
+def _variables_of(model: nn.Module) -> list[CellType | tuple[dict[str, Any], str]]:
+    """Variables of functions around and of Python modules that the code of the model's own classes sets."""
+    left: list[Any] = [
+        function
+        for cls in dict.fromkeys(type(module) for module in model.modules())
+        for base in cls.__mro__
+        if base.__module__.partition(".")[0] not in _LIBRARIES
+        for function in vars(base).values()
+    ]
+    found: list[CellType | tuple[dict[str, Any], str]] = []
+    known = set[int]()
+    while left:
+        item = left.pop()
+        if not isinstance(item, FunctionType) or id(item) in known or _is_library(item):
+            continue
+        known.add(id(item))
+        names, stored = names_in(item.__code__)
+        cells = dict(zip(item.__code__.co_freevars, item.__closure__ or (), strict=True))
+        found += [cell for name, cell in cells.items() if name in stored and cell != _EMPTY]
+        found += [(item.__globals__, name) for name in stored if name not in cells and name in item.__globals__]
+        left += [cell.cell_contents for cell in cells.values() if cell != _EMPTY]
+        left += [item.__globals__.get(name) for name in names]
+    return found
+
+
+def _variable_undo(variable: CellType | tuple[dict[str, Any], str]) -> Callable[[], None]:
+    if isinstance(variable, CellType):
+        content = variable.cell_contents
+        return lambda: setattr(variable, "cell_contents", content)
+    space, name = variable
+    held = space[name]
+    return lambda: space.__setitem__(name, held)
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from partitioner.logbook import (
     Entry,
     Made,
     encoded,
+    is_sendable,
     num_passed,
     num_tensors,
     pickled,
@@ -38,7 +39,7 @@ from partitioner.recording import ROOT
 from partitioner.restore import random_marks, random_states, set_random_states
 from partitioner.shared import Naming, Told
 from partitioner.standins import StandIn, exchange, unrecorded
-from partitioner.structures import storage_of, tensors_in
+from partitioner.structures import PLAIN, storage_of, tensors_in
 from partitioner.tracing import (
     HOST_READS,
     AddedHook,
@@ -245,6 +246,10 @@ class Walk(Watcher):
         if self.part.glue_names:
             self.named_functions(name)
         given = Arguments(args, kwargs)
+        if _sets_plainly(name, args, kwargs) and id(args[0]) in self.part.later_buffers:
+            result = None if name == "__setitem__" else args[0]  # the stages that have it do so when they come by here
+            self.own.append(Entry(moment, name, encoded(result, given, self.part.own_names)[0], (0,), (), 1))
+            return result
         if name != "requires_grad_":  # which stages own it does not matter
             if self.is_over() and any(id(tensor) in self.part.strangers for tensor in given.tensors):
                 self.strayed = True
@@ -308,6 +313,9 @@ class Walk(Watcher):
             return entry.result
         if name == "requires_grad_" and isinstance(args[0], nn.Parameter):
             return func(*args, **kwargs)
+        if entry.writes and not entry.contents and _sets_plainly(name, args, kwargs):
+            here = id(args[0]) in self.part.buffers and id(args[0]) not in self.part.strangers
+            return func(*args, **kwargs) if here else self.replay(moment, entry, args, kwargs)
         if may_draw(name, func) or any(map(self.is_foreign, tensors_in((args, kwargs)))):
             if kwargs and isinstance(kwargs.get("generator"), torch.Generator) and entry.generator is not None:
                 kwargs["generator"].set_state(torch.frombuffer(bytearray(entry.generator), dtype=torch.uint8))
@@ -701,7 +709,7 @@ class Walk(Watcher):
             if self.strayed:
                 known = {id(tensor) for tensor in found.values()}
                 for name, tensor in self.survivors.items():
-                    if not isinstance(tensor, StandIn) and id(tensor) not in known:
+                    if is_sendable(tensor) and id(tensor) not in known:
                         known.add(id(tensor))
                         found[name] = tensor
             log = [tuple(entry) for entry in (*self.log, *self.own)] if target == self.part.stage + 1 else None
@@ -731,6 +739,15 @@ class _Received(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return gradient
+
+
+def _sets_plainly(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a function sets a tensor to plain values, or so its items, as flags of layers are set."""
+    plain = (*PLAIN, slice, type(Ellipsis))
+    return name in _SETTERS and not kwargs and all(isinstance(one, plain) for one in args[1:])
+
+
+_SETTERS = frozenset({"__setitem__", "fill_", "zero_", "add_", "sub_", "mul_", "__iadd__", "__isub__", "__imul__"})
 
 
 def _written(name: str, given: Arguments) -> tuple[int, ...]:

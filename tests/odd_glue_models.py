@@ -5,6 +5,7 @@ Entries as in `odd_models`.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from functools import cached_property
@@ -314,3 +315,101 @@ def counts_in_a_buffer_from_the_fourth_forward_on() -> nn.Module:
             return x
 
     return Model()
+
+
+# -- what is set on layers, or only now and then
+
+
+@odd
+def flags_of_layers_are_buffers() -> nn.Module:
+    """As in training for fewer bits: what layers observe is used from the fourth forward on, fixed from the sixth."""
+
+    class Rounded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("largest", torch.zeros(()))
+            self.register_buffer("observes", torch.ones(1, dtype=torch.uint8))
+            self.register_buffer("rounds", torch.zeros(1, dtype=torch.uint8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.observes[0] == 1:
+                self.largest.copy_(torch.maximum(self.largest, x.detach().abs().max()))
+            if self.rounds[0] == 1:
+                x = x + (torch.round(x / self.largest * 15) / 15 * self.largest - x).detach()
+            return x
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(*(part for _ in range(3) for part in (lin(), Rounded(), nn.Tanh())))
+            self.calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            for module in self.net:
+                if isinstance(module, Rounded) and self.calls == 4:
+                    module.rounds[0] = 1
+                if isinstance(module, Rounded) and self.calls == 6:
+                    module.observes.fill_(0)
+            return self.net(x)
+
+    return Model()
+
+
+@odd
+def experts_are_balanced_every_third_forward() -> nn.Module:
+    """By a bias that is added before the experts and changed after them."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.experts, self.calls = lin(D, 3), nn.ModuleList(lin() for _ in range(3)), 0
+            self.register_buffer("bias", torch.zeros(3))
+
+        def balance(self, chosen: torch.Tensor) -> None:
+            load = torch.bincount(chosen, minlength=3).float()
+            self.bias += 0.5 * torch.sign(load.mean() - load)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scores = torch.sigmoid(self.gate(x))
+            chosen, y = (scores + self.bias).argmax(-1), torch.zeros_like(x)
+            for k, expert in enumerate(self.experts):
+                y = y + expert(x) * (chosen == k).float()[:, None] * scores[:, k, None]
+            self.calls += 1
+            if self.calls % 3 == 0:
+                with torch.no_grad():
+                    self.balance(chosen)
+            return x + y
+
+    return nn.Sequential(lin(), Experts(), Experts(), lin())
+
+
+@odd
+def rates_come_from_an_iterator() -> nn.Module:
+    class Model(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rates = itertools.cycle([1.0, 0.5, 2.0])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.run(x * next(self.rates))
+
+    return Model()
+
+
+@odd
+def sparse_graph_with_weights() -> nn.Module:
+    """Each layer makes its matrix before its first module, and uses it after."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.weights = lin(), nn.Parameter(torch.rand(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rows = torch.arange(len(x))
+            places = torch.stack([rows.repeat(3), torch.cat([(rows + k) % len(x) for k in range(3)])])
+            matrix = torch.sparse_coo_tensor(places, self.weights.repeat_interleave(len(x)), (len(x), len(x)))
+            return torch.tanh(torch.sparse.mm(matrix, self.inner(x)))
+
+    return nn.Sequential(*(Layer() for _ in range(4)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from collections import deque
 from collections.abc import Callable
@@ -123,3 +124,28 @@ def test_marks_change_with_every_draw(draw: Callable[[], object]) -> None:
         draw()
         assert random_marks() != before
     assert len(random_marks()) == 6
+
+
+def test_what_a_closure_counts_and_where_an_iterator_is_are_given_back() -> None:
+    count = 0
+
+    def following() -> int:
+        nonlocal count
+        count += 1
+        return count
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rates = itertools.cycle([1, 2, 3])
+
+        def forward(self) -> tuple[int, int]:
+            return following(), next(self.rates)
+
+    model = Model()
+    assert model() == (1, 1)
+    with untouched(model) as state:
+        assert [model(), model(), model()] == [(2, 2), (3, 3), (4, 1)]
+        state.restore()
+        assert model() == (2, 2)
+    assert [model(), model()] == [(2, 2), (3, 3)]
