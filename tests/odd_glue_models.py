@@ -409,7 +409,8 @@ def sparse_graph_with_weights() -> nn.Module:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             rows = torch.arange(len(x))
             places = torch.stack([rows.repeat(3), torch.cat([(rows + k) % len(x) for k in range(3)])])
-            matrix = torch.sparse_coo_tensor(places, self.weights.repeat_interleave(len(x)), (len(x), len(x)))
+            values, size = self.weights.repeat_interleave(len(x)), (len(x), len(x))
+            matrix = torch.sparse_coo_tensor(places, values, size, check_invariants=True)
             return torch.tanh(torch.sparse.mm(matrix, self.inner(x)))
 
     return nn.Sequential(*(Layer() for _ in range(4)))
