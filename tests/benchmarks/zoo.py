@@ -144,12 +144,18 @@ def row(
     try:
         found |= in_turn(build, case, plan)
         if found["verdict"] == "different" and max(found[kind] for kind in KINDS) < ROUNDING:
-            found |= in_double(build, plan, found)
+            try:
+                found |= in_double(build, plan, found)
+            except RuntimeError as error:  # not every model runs in it
+                found |= {"float64_error": None, "why_not_float64": str(error)}
         if found["verdict"] == "same" and more_cuts:
             there = elsewhere(build, plan, cuts, more_cuts)
             if there.get("grad_error", 1.0) < ROUNDING:
-                with default_dtype(double=True):
-                    there = elsewhere(doubled(build), plan, cuts, more_cuts, DOUBLE_TOLERANCE)
+                try:
+                    with default_dtype(double=True):
+                        there = elsewhere(doubled(build), plan, cuts, more_cuts, DOUBLE_TOLERANCE)
+                except RuntimeError as error:
+                    there |= {"float64_error": None, "why_not_float64": str(error)}
             found |= there
     except PartitionerError as error:
         found |= {"verdict": f"refused: {error}", "trace": traceback.format_exc()}
