@@ -236,15 +236,16 @@ class SharedState:
             readers = self._readers.get(place.name_of(key), place.readers_of(key))
             if readers & ((1 << self._stage) - 1):
                 raise UnsupportedModelError(self._refusal(change, "the forward", 0))
-        with torch._C.DisableTorchFunction(), torch.no_grad():
-            for place, key, value in told:
-                self._let_hold(place, key, value)
-            for place, key, value in expected.values():
-                change = Change(place, key, value, place.held(key), isinstance(place, BufferPlace))
-                earlier = self._readers_of(change) & ((1 << self._stage) - 1)
-                if earlier and not self._holds(place, key, value):
-                    reader = (earlier & -earlier).bit_length() - 1
-                    raise UnsupportedModelError(self._refusal(change, "the forward", reader))
+        if told or expected:
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                for place, key, value in told:
+                    self._let_hold(place, key, value)
+                for place, key, value in expected.values():
+                    change = Change(place, key, value, place.held(key), isinstance(place, BufferPlace))
+                    earlier = self._readers_of(change) & ((1 << self._stage) - 1)
+                    if earlier and not self._holds(place, key, value):
+                        reader = (earlier & -earlier).bit_length() - 1
+                        raise UnsupportedModelError(self._refusal(change, "the forward", reader))
         return self.kept.end() if torch.is_grad_enabled() else None
 
     def _holds(self, place: Place, key: Any, value: Any) -> bool:
