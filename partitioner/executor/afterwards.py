@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from partitioner.errors import ArgumentError
 from partitioner.structures import are_same_objects
@@ -101,23 +102,44 @@ class Afterwards:
         return {stage for layer, stage in self._stage_of.items() if not path or layer.startswith(f"{path}.")}
 
 
+_OVER_ALL = ("LBFGS", "SAM", "ASAM", "GSAM", "Prodigy", "DAdapt")
+"""How the names of optimizers begin that take a norm or an inner product over all that they are given."""
+
+
 class NoLocalNorm:
-    """While it is entered: torch.nn.utils.clip_grad_norm_ refuses gradients of one stage alone."""
+    """While it is entered: torch.nn.utils.clip_grad_norm_ refuses gradients of one stage alone, and so does the step of
+    optimizers that are known to combine parameters."""
 
     def __init__(self, own: Mapping[str, nn.Parameter]) -> None:
         self._own = own
         self._norm: Any = None
+        self._hook: Any = None
 
     def enter(self) -> None:
         """The function that it asks for the norm is another."""
+        self._hook = register_optimizer_step_pre_hook(self._refuse_optimizer)
         self._norm = getattr(clip_grad, "_get_total_norm", None)
         if self._norm is not None:
             clip_grad._get_total_norm = self._refuse_or_norm
 
     def leave(self) -> None:
         """As before, unless another stage has been entered since."""
+        if self._hook is not None:
+            self._hook.remove()
         if getattr(clip_grad, "_get_total_norm", None) == self._refuse_or_norm:
             clip_grad._get_total_norm = self._norm
+
+    def _refuse_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        kind = next((one.__name__ for one in type(optimizer).__mro__ if one.__name__.startswith(_OVER_ALL)), None)
+        if kind is None:
+            return
+        ours = {id(parameter) for parameter in self._own.values()}
+        if any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
+            raise ArgumentError(
+                f"{kind} takes norms or inner products over all of a model's parameters, and would take others on each "
+                "rank, of what it keeps up to date: use an optimizer that treats each parameter by itself, or replicas "
+                "only (mesh={'dp': n}, shard='none')"
+            )
 
     def _refuse_or_norm(self, tensors: Any, *how: Any, **named: Any) -> Any:
         ours = {id(parameter.grad) for parameter in self._own.values() if parameter.grad is not None}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ from partitioner.structures import tensors_in
 
 MAX_ELEMENTS = 2**16
 """Of a larger tensor, this many elements evenly spread are looked at."""
+
+DRIFT = 1e-3
+"""Relative; by so much may copies of a parameter differ, on devices that round in other ways."""
 
 
 def refuse_other_order(model: nn.Module, mesh: Mesh) -> None:
@@ -62,3 +66,35 @@ def refuse_differing(number: int, mesh: Mesh) -> None:
             f"{first}: all ranks of a replica must pass the same samples to a step. Use sampler=stage.sampler(dataset) "
             "in the DataLoader, and the same seed for random augmentation"
         )
+
+
+def refuse_drift(shared: Mapping[tuple[int, ...], Mapping[str, nn.Parameter]], mesh: Mesh) -> None:
+    """An ArgumentError where the copies of a parameter on several ranks have become different.
+
+    `shared`: by owner stages, parameters by name; the same on all ranks that hold them, which all call it.
+    """
+    for stages in sorted(set(shared) & set(mesh.owners)):
+        named = shared[stages]
+        here = torch.stack([_sketch(parameter) for parameter in named.values()])
+        here = here.to(mesh.device) if mesh.has_own_device else here
+        ranks = mesh.ranks_of(stages)
+        everyones = [torch.empty_like(here) for _ in ranks]
+        dist.all_gather(everyones, here, group=mesh.owners[stages])
+        values = torch.stack(everyones).cpu()
+        apart = (values - values[0]).abs().amax((0, 2)) > DRIFT * values[..., 1].abs().amax(0)
+        if bool(apart.any()):
+            names = [name for name, differs in zip(named, apart.tolist(), strict=True) if differs]
+            raise ArgumentError(
+                f"ranks {', '.join(map(str, ranks))} hold {len(names)} parameters ({names[0]}) together, and their "
+                "values have become different: what a training loop does to parameters besides the optimizer, with "
+                "random numbers or by rank, it must do alike to all copies. Do it before materialize, or draw from a "
+                "torch.Generator seeded by the parameter's name and the step"
+            )
+
+
+def _sketch(parameter: torch.Tensor) -> torch.Tensor:
+    """Two numbers that are near each other for values that are: a projection, and the norm; float64, on the CPU."""
+    flat = parameter.detach().reshape(-1)
+    sample = flat[:: 1 + (flat.numel() - 1) // MAX_ELEMENTS] if flat.numel() else flat
+    sample = (torch.view_as_real(sample).reshape(-1) if sample.is_complex() else sample).cpu().double()
+    return torch.stack([(sample * torch.arange(len(sample)).double().cos()).sum(), sample.norm()])

@@ -7,6 +7,7 @@ the values makes it. What would carry a placeholder's nothing into something rea
     placeholder.copy_(x)    nothing                     own.copy_(placeholder)    ArgumentError
     placeholder.data -= x   nothing                     torch.save(placeholder)   ArgumentError
     placeholder.shape       as the parameter's          copy.deepcopy(...)        a placeholder
+    placeholder.norm()      again one that holds nothing: if norm > 5, own.mul_(norm) are ArgumentErrors
 """
 
 from __future__ import annotations
@@ -54,8 +55,15 @@ class _Nothing:
                 return target
             if isinstance(target, torch.Tensor):
                 _refuse(name, (args, kwargs))
+            if name == "__bool__":
+                raise ArgumentError(
+                    f"what a rank does would be decided by {_label(args)}, which has no values here: do it within the "
+                    "stage, for the names in stage.named_parameters()"
+                )
             result = func(*args, **kwargs)
-            return result if name.startswith(("get grad", "get _")) else _named(result, args)
+            if name.startswith(("get grad", "get _", "new_")) or name.endswith("_like") or name == "isnan":
+                return result
+            return _named(result, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
@@ -67,7 +75,7 @@ class Placeholder(_Nothing, nn.Parameter):
 
 
 class BufferPlaceholder(_Nothing, torch.Tensor):
-    """Of a buffer; a view or detached part of either."""
+    """Of a buffer; what is made of either."""
 
 
 def make_placeholder(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -147,15 +155,14 @@ def _each_real(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
     return func(*args, **kwargs) if kept else None
 
 
-def _named(result: Any, args: Any) -> Any:
-    """A view of a placeholder is one."""
-    if not isinstance(result, torch.Tensor) or isinstance(result, _Nothing) or not args:
+def _named(result: Any, args: Any, kwargs: Any) -> Any:
+    """What is made of a placeholder is one: a view, a norm, a comparison."""
+    if isinstance(result, (list, tuple)):
+        return type(result)([_named(part, args, kwargs) for part in result])
+    if not isinstance(result, torch.Tensor) or isinstance(result, _Nothing):
         return result
-    source = args[0]
-    if not isinstance(source, _Nothing) or result.is_meta or result.layout != torch.strided:
-        return result
-    if result.untyped_storage()._cdata != source.untyped_storage()._cdata:  # type: ignore[attr-defined]
+    if result.is_meta or result.layout != torch.strided:
         return result
     found = result.as_subclass(BufferPlaceholder)
-    found.label = source.label
+    found.label = _label((args, kwargs))
     return found

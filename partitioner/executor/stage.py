@@ -18,10 +18,11 @@ from torch.utils.data import Dataset, DistributedSampler
 from partitioner.actions import check_schedule
 from partitioner.errors import ArgumentError, NotBuiltError, SetupError, UnsupportedModelError, expect
 from partitioner.executor.afterwards import Afterwards, NoLocalNorm
-from partitioner.executor.agreement import digest, refuse_differing, refuse_other_order
+from partitioner.executor.agreement import digest, refuse_differing, refuse_drift, refuse_other_order
 from partitioner.executor.buffers import ReplicaBuffers
 from partitioner.executor.division import Division
 from partitioner.executor.failures import Failures
+from partitioner.executor.inputs import InputGradients
 from partitioner.executor.mesh import Mesh, join_mesh
 from partitioner.executor.pipeline import Pipeline, WholeModel
 from partitioner.executor.placement import ModelOrFactory, Placement, WeightsLike, full_state_dict
@@ -40,7 +41,8 @@ from partitioner.timeline import Timeline
 from partitioner.world import refuse_groups
 
 COMPARE_FIRST, COMPARE_EVERY = 2, 100
-"""Steps at which the ranks of a replica compare their batches: the first ones, then every so often."""
+"""Steps at which the ranks of a replica compare their batches: the first ones, then every so often. So do all that hold
+copies of a parameter with these: in the second step, and then as often."""
 
 
 def materialize(
@@ -134,9 +136,10 @@ class LiveStage:
         if mesh.num_replicas > 1 and any(module._buffers for module in placement.model.modules()):
             replicated = {(stage.index,) for stage in plan.stages}
         mesh.make_groups({*placement.owner_sets(), *divided, *replicated}, edges)
-        shared: dict[tuple[int, ...], list[nn.Parameter]] = {}
+        self._shared: dict[tuple[int, ...], dict[str, nn.Parameter]] = {}
         for name, parameter in placement.own.items():
-            shared.setdefault(placement.owner_set_of(name), []).append(parameter)
+            self._shared.setdefault(placement.owner_set_of(name), {})[name] = parameter
+        shared = {stages: list(named.values()) for stages, named in self._shared.items()}
         self._reduction = Reduction(mesh, shared, self._division)
         if copy_values:
             buffers = {stages: placement.buffers_of(stages) for stages in placement.owner_sets()}
@@ -259,7 +262,8 @@ class LiveStage:
         """Forward and backward of one batch of this replica; the loss of the whole batch over all replicas.
 
         `inputs`: a tensor, a tuple of arguments or a dict of keyword arguments. All ranks of a replica pass the same.
-        The loss is 0-d, detached and the same on every rank. Gradients are added to those already there.
+        The loss is 0-d, detached and the same on every rank. Gradients are added to those already there, those of
+        inputs that require them too.
         """
         with self._failures.caught():
             self._refuse_inference()
@@ -269,10 +273,13 @@ class LiveStage:
             microbatches, weights = self._prepared(inputs, target, self._loss)
             total, shares = self._shares(microbatches, weights)
             outputs: list[Any] = []
+            inputs_of = InputGradients(self._mesh, (inputs, target))
             self._buffers.begin()
             if self._reduces:
                 with self._recorder.span("sync") if self._division.divides else nullcontext():
                     self._reduction.begin(len(microbatches))
+            if self._num_steps % COMPARE_EVERY == 1:
+                refuse_drift(self._shared, self._mesh)
             before = [parameter.detach().clone() for parameter in self._written]
             part = self._pipeline.train(self._num_calls, microbatches, shares, outputs if self._keep_output else None)
             if self._written:
@@ -280,6 +287,7 @@ class LiveStage:
             if self._reduces:
                 with self._recorder.span("sync"):  # before the loss: replicas with fewer micro-batches owe others sums
                     self._reduction.finish()
+            inputs_of.finish()
             loss = self._agreed_loss(part if total else None)
             self._outputs = (outputs, [microbatch.samples for microbatch in microbatches], weights)
             self._num_steps += 1

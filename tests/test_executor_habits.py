@@ -1,0 +1,149 @@
+"""What training loops do around a step, on ranks: as on one device, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from models import Case
+from plans import plan_for
+from rank_pool import RankPool, RanksFailed
+from torch import nn
+
+from partitioner.errors import ArgumentError
+from partitioner.executor import materialize
+from partitioner.executor.stage import LiveStage
+from partitioner.plan import Plan
+
+
+class Skipping(nn.Module):
+    """Uses its input in the first layer and in the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second, last = self.layers
+        output: torch.Tensor = last(torch.tanh(second(torch.tanh(first(x)))) + x)
+        return output
+
+
+def case(model: nn.Module | None = None) -> Case:
+    torch.manual_seed(0)
+    model = Skipping() if model is None else model
+    return Case(model, (torch.randn(8, 4),), target=torch.randn(8, 4), loss_fn=nn.MSELoss())
+
+
+def on_ranks(plan: Plan, case: Case, habit: Callable[[LiveStage, Case], object]) -> object:
+    with materialize(plan, case.model, loss_fn=case.loss_fn) as stage:
+        return habit(stage, case)
+
+
+def refusals(ranks: RankPool, plan: Plan, case: Case, habit: Callable[[LiveStage, Case], object]) -> str:
+    with pytest.raises(RanksFailed) as failed:
+        ranks.run(plan.num_ranks, on_ranks, plan, case, habit)
+    return " ".join(str(error) for error in failed.value.errors.values() if isinstance(error, ArgumentError))
+
+
+def gradients_of_inputs(stage: LiveStage, case: Case) -> list[torch.Tensor]:
+    x, target = case.args[0].clone().requires_grad_(), case.target.clone().requires_grad_()
+    x.grad = torch.ones_like(x)
+    stage.train_step((x,), target)
+    assert x.grad is not None and target.grad is not None
+    return [x.grad, target.grad]
+
+
+def test_every_rank_gets_the_gradients_of_inputs(ranks: RankPool) -> None:
+    made = case()
+    plan = plan_for(made, pp=2, dp=1, cuts=["layers.1"])
+    results = ranks.run(2, on_ranks, plan, made, gradients_of_inputs)
+    x, target = made.args[0].clone().requires_grad_(), made.target.clone().requires_grad_()
+    nn.MSELoss()(made.model(x), target).backward()
+    for found in results:
+        torch.testing.assert_close(found, [x.grad + 1, target.grad], rtol=1e-5, atol=1e-7)
+
+
+def test_inputs_made_by_modules_outside_are_refused(ranks: RankPool) -> None:
+    made = case()
+
+    def prompt(stage: LiveStage, case: Case) -> None:
+        stage.train_step((nn.Linear(4, 4)(case.args[0]),), case.target)
+
+    assert "comes from other modules" in refusals(ranks, plan_for(made, pp=2, dp=1, cuts=["layers.1"]), made, prompt)
+
+
+def lbfgs(stage: LiveStage, case: Case) -> float:
+    optimizer = torch.optim.LBFGS(stage.parameters(), max_iter=2)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        return stage.train_step(case.args, case.target)
+
+    return float(optimizer.step(closure))
+
+
+@pytest.mark.parametrize(("pp", "dp", "shard"), [(2, 1, "none"), (1, 2, "zero1")])
+def test_optimizers_that_combine_parameters_are_refused_where_ranks_have_some(
+    ranks: RankPool, pp: int, dp: int, shard: str
+) -> None:
+    made = case()
+    plan = plan_for(made, pp=pp, dp=dp, shard=(shard,) * pp, cuts=["layers.1"] if pp == 2 else [])
+    assert "LBFGS takes norms" in refusals(ranks, plan, made, lbfgs)
+
+
+def test_they_run_on_replicas(ranks: RankPool) -> None:
+    made = case()
+    one, other = ranks.run(2, on_ranks, plan_for(made, pp=1, dp=2), made, lbfgs)
+    assert one == other
+
+
+def tied() -> Case:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    return case(model)
+
+
+def noise_by_rank(stage: LiveStage, case: Case) -> None:
+    torch.manual_seed(stage.rank)
+    for _ in range(2):
+        stage.train_step(case.args, case.target)
+        with torch.no_grad():
+            for parameter in stage.parameters():
+                parameter += 0.01 * torch.randn_like(parameter)
+
+
+@pytest.mark.parametrize(("pp", "dp"), [(2, 1), (1, 2)])
+def test_copies_that_become_different_are_refused(ranks: RankPool, pp: int, dp: int) -> None:
+    made = tied()
+    plan = plan_for(made, pp=pp, dp=dp, cuts=["2"] if pp == 2 else [])
+    assert "0.weight) together, and their values have become different" in refusals(ranks, plan, made, noise_by_rank)
+
+
+def pruned(stage: LiveStage, case: Case) -> None:
+    sizes = torch.cat([parameter.abs().flatten() for parameter in stage.module.parameters()])
+    least = sizes.kthvalue(4).values
+    with torch.no_grad():
+        for parameter in stage.module.parameters():
+            parameter.mul_(parameter.abs() > least)
+
+
+def decided(stage: LiveStage, case: Case) -> None:
+    if max(parameter.norm() for parameter in stage.module.parameters()) > 5:
+        raise AssertionError
+
+
+def measured(stage: LiveStage, case: Case) -> list[bool]:
+    state = {name: torch.zeros_like(parameter) for name, parameter in stage.module.named_parameters()}
+    assert not any(bool(value.any()) for value in state.values())
+    return [float(parameter.norm()) > 0 for parameter in stage.module.parameters()]
+
+
+def test_what_is_made_of_other_stages_weights_decides_nothing_here(ranks: RankPool) -> None:
+    made = case()
+    plan = plan_for(made, pp=2, dp=1, cuts=["layers.1"])
+    assert "which has no values here" in refusals(ranks, plan, made, decided)
+    assert "has no values here" in refusals(ranks, plan, made, pruned)
+    one, other = ranks.run(2, on_ranks, plan, made, measured)
+    assert [a or b for a, b in zip(one, other, strict=True)] == [True] * 6 and sum(one) + sum(other) == 6
