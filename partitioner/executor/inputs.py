@@ -27,8 +27,8 @@ class InputGradients:
             if not tensor.is_leaf:
                 raise ArgumentError(
                     f"an input of shape {tuple(tensor.shape)} comes from other modules that are to be trained "
-                    f"({type(tensor.grad_fn).__name__}): of each stage's backward they would get a part. Make them a part of the "
-                    "model, or pass the input detached, with requires_grad_(), and its gradient on to them"
+                    f"({type(tensor.grad_fn).__name__}): of each stage's backward they would get a part. Make them a "
+                    "part of the model, or pass the input detached, with requires_grad_(), and its gradient on to them"
                 )
         self._earlier = [tensor.grad for tensor in self._inputs]
         for tensor in self._inputs:
