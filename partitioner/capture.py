@@ -27,6 +27,7 @@ from torch import nn
 from partitioner.attributes import Attribute as Changed
 from partitioner.ending import sets_of_its_own
 from partitioner.errors import UnsupportedModelError
+from partitioner.gradient_hooks import hooked, refusal
 from partitioner.losses import Compared
 from partitioner.profiles import Attribute, Buffer, Layer, LayerCost, Parameter
 from partitioner.reaching import Reach
@@ -191,6 +192,9 @@ def capture(
     if lazy:
         raise UnsupportedModelError(f"the parameter {lazy[0]!r} has no shape yet: run the model once on a batch first")
     first, steady = _recordings(model, args, dict(kwargs or {}), set(layers or ()), loss)
+    if steady.gradients_read:
+        others = () if loss is None else loss.loss.keeps
+        _refuse_gradients(model, args, dict(kwargs or {}), others, steady.gradients_read)
     chooser = _Chooser(steady, max_share, layers)
     captured = chooser.result()
     if first is not steady:
@@ -301,6 +305,32 @@ def _recordings(
             break
     assert best is not None
     return best
+
+
+def _refuse_gradients(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], others: Any, names: Sequence[str]
+) -> None:
+    """An UnsupportedModelError where the output is another when these parameters have gradients already."""
+    outputs: list[list[torch.Tensor]] = []
+    for value in (None, 1.0, -1e3):
+        with untouched(model, others), parameters_kept(model), torch.no_grad():
+            torch.manual_seed(0)
+            for name in names:
+                parameter = model.get_parameter(name)
+                parameter.grad = None if value is None else torch.full_like(parameter, value)
+            outputs.append(tensors_in(model(*map_tensors(args, copied), **map_tensors(kwargs, copied))))
+    if any(len(found) != len(outputs[0]) or not all(map(_is_equal, found, outputs[0])) for found in outputs[1:]):
+        raise UnsupportedModelError(
+            f"the forward reads the gradient of the parameter {names[0]!r}, and computes other numbers where there is "
+            f"one: whether there is depends on how many micro-batches and ranks there are. Read gradients after the "
+            f"step, and keep in a buffer or attribute what the forward needs of them"
+        )
+
+
+def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape or one.layout != torch.strided or one.is_nested:
+        return one.shape == other.shape
+    return bool(torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True))
 
 
 def _tell_counters(
@@ -535,6 +565,7 @@ class _Chooser:
         self.forbid_written_weights(no_cut)
         self.forbid_unseen(no_cut)
         self.forbid_shared_weights(no_cut)
+        self.forbid_hooked(no_cut)
         keep_open |= self.forbid_attributes(no_cut)
         self.forbid_outside(no_cut, ids)
         for span in recording.spans:
@@ -768,6 +799,21 @@ class _Chooser:
                 reason = f"{found[0]!r} and {found[1]!r} share memory without being one parameter"
                 self.forbid(no_cut, min(zones[storage]), max(zones[storage]), reason)
 
+    def forbid_hooked(self, no_cut: dict[int, str]) -> None:
+        """Where a hook has to see the whole gradient of a parameter, or of a tensor, its users are one stage."""
+        recording = self.recording
+        zones = {name: {self.zone(when) for when, _ in uses} for name, uses in recording.parameter_uses.items()}
+        shared = [one for one in recording.model.named_parameters() if len(zones.get(one[0], ())) > 1]
+        for name, hook in hooked(recording.model, shared).items():
+            self.forbid(no_cut, min(zones[name]), max(zones[name]), refusal(name, hook, "on both sides"))
+        for number, when in recording.hooked:
+            info, here = recording.infos[number], self.zone(when)
+            if {self.zone(use) for use, _ in info.uses} - {here}:
+                reason = (
+                    f"a hook is put on the gradient of the tensor {info.names[0][1]!r}, which is used on both sides"
+                )
+                self.forbid(no_cut, self.zone(info.made), here, reason)
+
     def forbid_attributes(self, no_cut: dict[int, str]) -> set[str]:
         """A module attribute must stay with whoever reads a change of it; the modules to keep open for those who can.
 
@@ -986,13 +1032,15 @@ class _Chooser:
         owners: dict[int, set[int]] = defaultdict(set)
         by_layers: set[int] = set()
         """And those that a forward writes into."""
+        at = {storage_of(buffer): number for number, buffer in tensors.items() if not buffer.is_meta}
         for info in self.recording.infos:
-            if info.foreign in number_of:
-                number = number_of[info.foreign]
-                owners[number] |= {self.zone(when) for when, _ in info.uses}
-                written = info.writes or info.foreign in self.recording.written_at_first
-                if written or any(self.layer_around(node) is not None for _, node in info.uses):
-                    by_layers.add(number)
+            number = number_of.get(info.foreign, at.get(info.storage) if info.foreign == "attribute" else None)
+            if number is None:  # neither a buffer nor a view of one that is kept
+                continue
+            owners[number] |= {self.zone(when) for when, _ in info.uses}
+            written = info.writes or info.foreign in self.recording.written_at_first
+            if written or any(self.layer_around(node) is not None for _, node in info.uses):
+                by_layers.add(number)
         for number, mine in owners.items():  # a number that code between layers reads, such code may come to change
             if mine and number not in by_layers and tensors[number].numel() == 1:
                 mine |= set(range(min(mine), len(self.chosen)))

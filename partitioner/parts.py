@@ -13,6 +13,7 @@ from torch import nn
 
 from partitioner.capture import Capture
 from partitioner.errors import UnsupportedModelError
+from partitioner.gradient_hooks import hooked, hooks_on, refusal
 from partitioner.joining import base_name, joined, single, with_uncalled
 from partitioner.logbook import Entry
 from partitioner.profiles import Profile
@@ -92,6 +93,19 @@ class Part:
                     self.strangers[id(tensors[one.names[0]])] = one.names[0]
                     if kept is profile.buffers and stage < min(owners):
                         self.later_buffers.add(id(tensors[one.names[0]]))
+        self._tied = [
+            (one.names[0], ours[one.names[0]], sorted({stage_of[layer] for layer in one.layers}))
+            for one in profile.parameters
+            if one.trainable and stage in (used := {stage_of[layer] for layer in one.layers}) and len(used) > 1
+        ]
+        self._hooks: list[tuple[int, ...]] = [()] * len(self._tied)
+        self.refuse_hooks()
+        self.used_elsewhere = {
+            base_name(tensor.id)
+            for tensor in profile.tensors
+            if stage_of[tensor.producer] < stage and any(stage_of[layer] != stage for layer in tensor.consumers)
+        }
+        """Tensors of earlier stages whose gradient is not made by this stage alone."""
         self.routes: dict[int, list[str]] = {}
         sources = {stage - 1} if stage else set()
         for tensor in profile.tensors:
@@ -131,6 +145,25 @@ class Part:
                 self.model, ids, *known, stage_of, stage, device, guarded=guarded, passing=passing, loss=loss
             )
         self._headers: dict[int, tuple[bytes, Any]] = {}
+
+    def refuse_hooks(self) -> None:
+        """An UnsupportedModelError where hooks see a part of the gradient of a parameter that other stages have too."""
+        now = [hooks_on(parameter) for _, parameter, _ in self._tied]
+        if now == self._hooks:
+            return
+        self._hooks = now
+        for name, hook in hooked(self.model, [(name, parameter) for name, parameter, _ in self._tied]).items():
+            stages = next(stages for other, _, stages in self._tied if other == name)
+            raise UnsupportedModelError(
+                f"{refusal(name, hook, f'on stages {stages}')}. Pin the layers that use it to one stage (pin={{layer: "
+                f"stage}}), change the gradient after train_step and before the optimizer's, or use replicas only "
+                f"(mesh={{'dp': n}})"
+            )
+
+    def look_again(self) -> None:
+        """Forward hooks have come or gone, on all ranks alike."""
+        if self.shared is not None:
+            self.shared.look_again()
 
     def held(self) -> AbstractContextManager[None]:
         """For several forwards: inside, what each of them would put in its place and take away again stays there."""

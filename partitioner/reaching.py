@@ -22,8 +22,16 @@ import sysconfig
 import weakref
 from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from contextlib import contextmanager, nullcontext
+from types import (
+    BuiltinMethodType,
+    CellType,
+    FunctionType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -407,10 +415,18 @@ class Reach:
             self._module(module, mask, 0)
         self.num_inside = len(self.places)
         """The first places are the model's own; those after them are outside of it, where its code leads."""
-        for mask, (path, module) in zip(masks, modules, strict=True):
-            self._code_of(module, mask, path)
+        self._modules = [(mask, path, module) for mask, (path, module) in zip(masks, modules, strict=True)]
+        for mask, path, module in self._modules:
+            self._hooks_of(module, mask, path)
+            self._class(type(module), mask, 0, ("forward", "__call__"))
         if loss is not None:
             self._loss(loss, 1 << mask_of("").bit_length() - 1)
+        self._pair()
+
+    def look_at_hooks(self) -> None:
+        """Follow hooks that have come since; what only they lead to comes after all other places."""
+        for mask, path, module in self._modules:
+            self._hooks_of(module, mask, path)
         self._pair()
 
     def _pair(self) -> None:
@@ -485,6 +501,9 @@ class Reach:
             self._own_attributes(value, name, attribute, mask, depth)
         elif isinstance(value, (FunctionType, MethodType, functools.partial)):
             self._callable(value, name, mask, depth + 1)
+        elif isinstance(value, (BuiltinMethodType, MethodWrapperType)) and not isinstance(value.__self__, ModuleType):
+            with self._written() if value.__name__ in (*WRITES, "__setitem__") else nullcontext():  # as log.append
+                self._value(value.__self__, name, attribute, mask, depth + 1)
         elif type(value) in _HOLDERS:
             self._enter(value, Place, name, attribute, mask, depth)
         elif is_python_class(type(value)) and not _is_foreign(type(value).__module__):  # type: ignore[arg-type]
@@ -537,11 +556,10 @@ class Reach:
         if not modules:
             self._value(loss, "loss", "loss", mask, 0)
 
-    def _code_of(self, module: nn.Module, mask: int, path: str) -> None:
+    def _hooks_of(self, module: nn.Module, mask: int, path: str) -> None:
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             for hook in hooks.values():
                 self._hook(hook, f"{path}.hook", mask)
-        self._class(type(module), mask, 0, ("forward", "__call__"))
 
     def _class(self, cls: type, mask: int, depth: int, start: tuple[str, ...] | None = None) -> None:
         """The variables of a class, and its methods: all, or for installed ones those that `start` leads to by name."""

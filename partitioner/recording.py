@@ -168,6 +168,10 @@ class Recording:
     clock: int = 0
     written_at_first: set[str] = field(default_factory=set)
     """Buffers that the forward before this one wrote into."""
+    gradients_read: list[str] = field(default_factory=list)
+    """Parameters whose gradients the forward asks for."""
+    hooked: list[tuple[int, int]] = field(default_factory=list)
+    """Tensors on whose gradients hooks were put, or whose gradients were kept, and when."""
     foretold: dict[Key, set[int]] = field(default_factory=dict)
     """By holder and name, the calls at whose beginning it could be told what the rest of the forward makes of it."""
 
@@ -421,6 +425,16 @@ class _Recorder(Watcher):
                 mine = None if tensor.requires_grad else parents
                 self.add(tensor, moment if k == 0 else f"{moment}:{k}", mine)
         return result
+
+    def on_hook(self, tensor: torch.Tensor) -> None:
+        number = self.find(tensor)
+        if number is not None:
+            self.recording.hooked.append((number, self.recording.clock))
+
+    def on_gradient_read(self, parameter: nn.Parameter) -> None:
+        name = self.parameters.get(id(parameter))
+        if name is not None and parameter.requires_grad:
+            self.recording.gradients_read.append(name)
 
     def use_inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note what is used of things made outside; what a transform makes for itself is not known."""

@@ -348,12 +348,13 @@ def _variable_undo(variable: CellType | tuple[dict[str, Any], str]) -> Callable[
 
 @contextlib.contextmanager
 def untouched(model: nn.Module, others: Any = ()) -> Iterator[ModelState]:
-    """Give back everything that forwards and backwards may change: state, gradients, random states; `others` too.
+    """Give back all that forwards and backwards may change: state, gradients, their hooks, random states; `others` too.
 
     Gradients start as None inside. Yields the state, for whoever wants it given back in between.
     """
     state = ModelState(model, others)
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    hooks = [(parameter, [dict(table) for table in _hooks_of(parameter)]) for parameter, _ in gradients]
     for parameter, _ in gradients:
         parameter.grad = None
     devices = sorted({tensor.device.index or 0 for tensor in model.parameters() if tensor.is_cuda})
@@ -366,3 +367,13 @@ def untouched(model: nn.Module, others: Any = ()) -> Iterator[ModelState]:
             state.restore()
             for parameter, gradient in gradients:
                 parameter.grad = gradient
+            for parameter, before in hooks:
+                for k, table in enumerate(_hooks_of(parameter)):
+                    table.clear()
+                    table.update(before[k] if before else {})
+
+
+def _hooks_of(parameter: nn.Parameter) -> list[dict[int, Any]]:
+    """Tables of the hooks on a parameter's gradient; empty where there never was one."""
+    tables = [parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)]
+    return [{} if table is None else table for table in tables] if tables != [None, None] else []

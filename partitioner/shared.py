@@ -33,6 +33,7 @@ from partitioner.reaching import GONE, BufferPlace, Change, Place, Reach, Watche
 from partitioner.renewal import Kept, Then, become
 from partitioner.structures import is_same, tensors_in
 from partitioner.tracing import applied
+from partitioner.unannounced import may_write_unannounced
 
 Naming = Callable[[torch.Tensor, str, bool], str | None]
 """(tensor, what one left there is called, whether the captured forward left one) -> what it is sent as, "+" if new."""
@@ -124,7 +125,18 @@ class SharedState:
         self._num_known = 0
         self._glance: Glance | None = None
         self._watch_new()
-        self.kept = Kept(self._reach.places.values(), passing, model.parameters())
+        self.kept = self._kept()
+
+    def look_again(self) -> None:
+        """Hooks have come to the model since, the same on every rank: what they lead to is shared like all else."""
+        num_before = len(self._reach.places)
+        self._reach.look_at_hooks()
+        places = list(self._reach.places.values())
+        self._objects += [place.owner for place in places[num_before:]]
+        self._watched, self._num_known, self._glance = [], 0, None
+        self._watch_new()
+        self.kept = self._kept()
+        self.mark()
 
     def begin(self) -> None:
         """A forward begins: what is to be at its end as it is now is noted."""
@@ -213,11 +225,12 @@ class SharedState:
         found = [(self._by_label.get((kind, name)), key, value) for kind, name, key, value in told]
         return [(place, key, value) for place, key, value in found if place is not None]
 
-    def end(self, *, early: bool, rest: Told = ()) -> Then | None:
+    def end(self, *, early: bool, rest: Told = (), recomputes: bool = False) -> Then | None:
         """Give back what the rest of the forward would have; where there is no rest, it must have happened.
 
-        `rest`: what was foretold of that. What the stage's own copy of the model is like then, for the backward.
-        UnsupportedModelError where something is not given back, and earlier stages go on with another value.
+        `rest`: what was foretold of that; `recomputes`: see `Kept.end`. What the stage's own copy of the model is like
+        then, for the backward. UnsupportedModelError where something is not given back, and earlier stages go on with
+        another value.
         """
         told, (expected, self._expected) = self._told(rest), (self._expected, {})
         known = {(id(place.owner), key) for place, key, _ in told} | (set() if early else expected.keys())
@@ -246,7 +259,12 @@ class SharedState:
                     if earlier and not self._holds(place, key, value):
                         reader = (earlier & -earlier).bit_length() - 1
                         raise UnsupportedModelError(self._refusal(change, "the forward", reader))
-        return self.kept.end() if torch.is_grad_enabled() else None
+        if not torch.is_grad_enabled():
+            return None
+        then = self.kept.end(recomputes)
+        for tensor in self.kept.late if self._guarded else ():
+            self._refuse_unannounced(tensor)
+        return then
 
     def _holds(self, place: Place, key: Any, value: Any) -> bool:
         """Whether a place holds what was foretold."""
@@ -382,6 +400,12 @@ class SharedState:
 
     # -- inside
 
+    def _kept(self) -> Kept:
+        places = self._reach.places.values()
+        objects = [place.owner for place in places if place.kind == "attributes"]
+        unannounced = may_write_unannounced(self._model, objects)
+        return Kept(places, self._passing, self._model.parameters(), unannounced)
+
     def _given(self) -> Arguments:
         given = Arguments((), {})
         given.objects = [*self._objects]
@@ -444,6 +468,21 @@ class SharedState:
                 self._reach.enter(now, place, key)
         if changes:
             self._watch_new()
+
+    def _refuse_unannounced(self, tensor: torch.Tensor) -> None:
+        """A tensor has begun to change past its version: nobody was told of that, so nobody else may have it."""
+        for place in self._reach.places.values():
+            for key, held in place.items():
+                change = Change(place, key, held, held, True)
+                others = self._readers_of(change) & ~(1 << self._stage) if held is tensor else 0
+                if others:
+                    raise UnsupportedModelError(
+                        f"the forward of stage {self._stage} begins to change {place.name_of(key)!r} past torch's "
+                        f"version counter, by .data or NumPy, and stage {(others & -others).bit_length() - 1} reaches "
+                        f"it too: it would not learn of that. Write into the tensor itself, under torch.no_grad(), pin "
+                        f"the layers that use it to one stage (pin={{layer: stage}}), or use replicas only "
+                        f"(mesh={{'dp': n}})"
+                    )
 
     def _watch_new(self) -> None:
         places = list(self._reach.places.values())

@@ -12,19 +12,20 @@ goes another way than the log says is an error on the spot, never another number
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from partitioner.capture import copied
+from partitioner.errors import UnsupportedModelError
 from partitioner.parts import Part, Payload
 from partitioner.renewal import Then
 from partitioner.restore import modes, set_modes
 from partitioner.structures import map_tensors
-from partitioner.tracing import watching
+from partitioner.tracing import computing, watching
 from partitioner.walking import Meter, Reached, Walk, strided_like
 
 
@@ -88,8 +89,10 @@ class Slice(Part):
                 walk.drop_hooks()
                 if walk.failure is not None:
                     raise walk.failure
+                self.refuse_hooks()
+                walk.refuse_partial_gradients()
                 walk.changes(f"the code after {walk.moment}" if walk.moment else "the code")
-                then = None if self.shared is None else self.shared.end(early=walk.ended, rest=walk.rest)
+                then = self._left_by(walk)
             if meter is not None:
                 meter.end(walk.survivors)
             if self.stage + 1 == self.num_stages:
@@ -101,13 +104,25 @@ class Slice(Part):
             if self.shared is not None:
                 self.shared.show()
 
-    def as_after(self, run: SliceRun) -> AbstractContextManager[None]:
-        """For the backward of `run`: inside, the model is as that forward left it, though others have run since."""
-        return nullcontext() if self.shared is None else self.shared.kept.as_after(run.then)
+    def _left_by(self, walk: Walk) -> Then | None:
+        if self.shared is None:
+            return None
+        try:
+            return self.shared.end(early=walk.ended, rest=walk.rest, recomputes=walk.recomputes)
+        except UnsupportedModelError as error:
+            raise walk.failed(error) from None
 
-    def computing_loss(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def as_after(self, run: SliceRun) -> Iterator[None]:
+        """For the backward of `run`: inside, the model is as that forward left it, though others have run since."""
+        with computing(), nullcontext() if self.shared is None else self.shared.kept.as_after(run.then):
+            yield
+
+    @contextmanager
+    def computing_loss(self) -> Iterator[None]:
         """On the last stage: the block is the loss function; see `SharedState.computing_loss`."""
-        return nullcontext() if self.shared is None else self.shared.computing_loss()
+        with computing(), nullcontext() if self.shared is None else self.shared.computing_loss():
+            yield
 
 
 def chain(

@@ -53,6 +53,8 @@ READS = frozenset(
 TENSOR_PROPERTIES = frozenset("T mT H mH real imag data grad".split())
 """Properties whose value is a tensor; every other property only reads what the tensor is like."""
 
+_ON_GRADIENTS = frozenset({"register_hook", "retain_grad"})
+
 HOST_READS = frozenset(
     "item tolist numpy __bool__ __int__ __float__ __index__ __complex__ is_nonzero equal allclose __contains__ "
     "__array__ __format__ __repr__".split()
@@ -162,6 +164,8 @@ class Watcher(ABC):
         """Inside of a custom autograd Function or a functorch transform: that is one function, whatever it calls."""
         self.gradients: dict[int, torch.Tensor] = {}
         """By id, those that the forward has read of parameters; each rank has other ones."""
+        self.recomputes = False
+        """Whether a checkpoint has been entered: the backward runs that code again."""
         self.hooks_added: list[AddedHook] = []
         """Forward hooks that the forward has put on modules."""
         self.failure: Exception | None = None
@@ -220,6 +224,12 @@ class Watcher(ABC):
 
         With `in_custom` set, modules it calls are told as hidden; within `functions` its torch functions are told too.
         """
+
+    def on_hook(self, tensor: torch.Tensor) -> None:  # noqa: B027
+        """A hook is put on a tensor's gradient, or it is to be kept."""
+
+    def on_gradient_read(self, parameter: nn.Parameter) -> None:  # noqa: B027
+        """The gradient of a parameter is asked for."""
 
     def on_other_thread(self, path: str) -> None:  # noqa: B027  (most need not know)
         """A tracked module is called on a thread that the model has started, where nothing more is told."""
@@ -296,11 +306,15 @@ class _Functions(TorchFunctionMode):
     ) -> Any:
         name, reads = _name_and_kind(func)
         if reads or _current.here.untold:
+            if name in _ON_GRADIENTS:
+                self.watcher.on_hook(args[0])
             return func(*args, **kwargs) if kwargs else func(*args)
         if name == "__iter__":
             return iter(self.__torch_function__(torch.Tensor.unbind, types, args, kwargs))
         if name == "get grad" and isinstance(args[0], nn.Parameter):
-            gradient = func(*args)  # torch.profiler does that at every module call, where it records stacks
+            gradient = func(*args)
+            if not torch._C._autograd._profiler_enabled():  # it does that at every module call, with stacks
+                self.watcher.on_gradient_read(args[0])
             if gradient is not None:
                 self.watcher.gradients[id(gradient)] = gradient
             return gradient
@@ -378,6 +392,8 @@ def _watched_apply(function: type[torch.autograd.Function], *args: Any, **kwargs
     def run(*args: Any, **kwargs: Any) -> Any:
         return _apply.__get__(None, function)(*args, **kwargs)
 
+    if function.__name__ == "CheckpointFunction":
+        _note_recomputation()
     if watcher is not None and watcher.in_custom:
         watcher.on_hidden_apply(args, kwargs)
     if watcher is None or watcher.in_custom or not torch._C._len_torch_function_stack():  # inside of a function
@@ -474,6 +490,12 @@ def in_transform() -> bool:
     return torch.autograd.forward_ad._current_level >= 0
 
 
+def _note_recomputation() -> None:
+    started = _current.here.started
+    if started is not None:
+        started.recomputes = True
+
+
 def _tell_region(what: str) -> None:
     watcher = _current.here.watcher
     if watcher is not None:
@@ -489,6 +511,7 @@ def _watched_handle_init(handle: RemovableHandle, hooks_dict: Any, *, extra_dict
 
 
 def _watched_frame_init(frame: Any, *args: Any, **kwargs: Any) -> None:
+    _note_recomputation()
     _tell_region("begins")
     _frame_init(frame, *args, **kwargs)
 
@@ -680,6 +703,31 @@ def watcher_here() -> Watcher | None:
 def forward_here() -> Watcher | None:
     """The watcher of the forward under way on this thread, also in the depths of a layer."""
     return _current.here.started
+
+
+_computing: list[int] = []
+"""Threads on which a loss or a backward runs."""
+
+
+@contextmanager
+def computing() -> Iterator[None]:
+    """The block is code of the model that no watcher is told of: its loss, its backward."""
+    thread = threading.get_ident()
+    _computing.append(thread)
+    try:
+        yield
+    finally:
+        _computing.remove(thread)
+
+
+def is_computing() -> bool:
+    """Whether the model's own code runs on this thread: its forward, its loss or its backward."""
+    if _current.here.started is not None:
+        return True
+    if not _computing:
+        return False
+    # autograd's own threads are none that Python has started
+    return threading.get_ident() in _computing or isinstance(threading.current_thread(), threading._DummyThread)
 
 
 def finished_work(result: Any = None) -> Any:

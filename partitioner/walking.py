@@ -114,6 +114,9 @@ class Walk(Watcher):
         self.alive: dict[str, weakref.ref[torch.Tensor]] = {}
         """All tensors that the stage's own part made or received."""
         self.leaves: dict[int, list[torch.Tensor | None]] = {}
+        self.partial: list[tuple[str, weakref.ref[torch.Tensor], int]] = []
+        """What was received, and is used on other stages too: its gradient here is a part of it. With how many hooks
+        it came, which code ahead of the stage's own part has put on the stand-in: they do nothing."""
         self.log: list[Entry] = []
         self.own: list[Entry] = []
         self.position = 0
@@ -675,6 +678,8 @@ class Walk(Watcher):
                         taken.add(id(target))
                         filled[name] = target
                         exchange(target, value)
+                        if leaf is not None and name in self.part.used_elsewhere:
+                            self.partial.append((name, weakref.ref(target), len(target._backward_hooks or ())))
                 self.leaves[source] = leaves
             self.named = {name: tensor for name, tensor in self.named.items() if name in self.part.wanted}
             if not self.last:
@@ -684,6 +689,20 @@ class Walk(Watcher):
             self.part.shared.expect(self.told)
         if self.meter is not None:
             self.meter.begin(filled, around)
+
+    def refuse_partial_gradients(self) -> None:
+        """No hook may be on the gradient of what other stages use too: it would see the part of this one."""
+        for name, reference, before in self.partial:
+            tensor = reference()
+            if tensor is not None and (len(tensor._backward_hooks or ()) > before or tensor.retains_grad):
+                raise self.failed(
+                    UnsupportedModelError(
+                        f"stage {self.part.stage} puts a hook on the gradient of {name!r}, or keeps it: an earlier "
+                        f"stage made that tensor and other stages use it too, so that it is a part of the gradient "
+                        f"here; the captured forward did not. Do so where it is made, or pin the layers that use it to "
+                        f"one stage (pin={{layer: stage}})"
+                    )
+                )
 
     def put_back(self) -> None:
         """Tensors that outlive the forward, and are another stage's affair, become what they were again."""

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import copy
 import io
-import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from plans import plan_of
 from torch import nn
 
-from partitioner.errors import ArgumentError
+from partitioner.errors import ArgumentError, UnsupportedModelError
 from partitioner.executor.afterwards import Afterwards, NoLocalNorm
 from partitioner.executor.placeholders import is_placeholder
 from partitioner.executor.placement import Placement
+from partitioner.tracing import computing
 
 
 class Merging(nn.Linear):
@@ -88,6 +90,52 @@ def test_what_would_carry_nothing_into_values_is_refused_by_name() -> None:
             torch.save(saved, io.BytesIO())
 
 
+READS: dict[str, Callable[[nn.Module, nn.Module], object]] = {
+    "a kernel": lambda own, other: own(torch.randn(2, 4)) @ other.weight,
+    "a list of tensors": lambda own, other: torch.stack([own.bias, other.bias]),
+    "a view": lambda own, other: own.bias + other.weight.detach().t()[0],
+    "weights of a recurrent layer": lambda own, other: torch.lstm_cell(
+        torch.randn(1, 4), (torch.zeros(1, 1), torch.zeros(1, 1)), other.weight, torch.randn(4, 1)
+    ),
+    "a copy": lambda own, other: other.bias.clone(),
+    "a number": lambda own, other: other.bias[0].item(),
+    "a list of numbers": lambda own, other: other.bias.tolist(),
+    "whole numbers, of which none is NaN": lambda own, other: own.bias * other.count,
+    "a class of the user's own": lambda own, other: own.bias * other.gain,
+    "another dtype": lambda own, other: other.bias.double(),
+    "a custom Function": lambda own, other: Doubled.apply(other.bias),
+    "a write": lambda own, other: other.scale.copy_(own.scale),
+    "a write by .data": lambda own, other: setattr(other.scale, "data", own.scale),
+}
+
+
+class Gain(nn.Parameter):
+    """A class of the user's own."""
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+@pytest.mark.parametrize("how", READS)
+def test_what_the_models_own_code_reads_of_another_stage_is_refused_by_name(how: str) -> None:
+    model = model_of()
+    for layer in (model[0], model[2]):
+        layer.register_buffer("count", torch.tensor(3))
+        layer.gain = Gain(torch.ones(4))
+    plan = plan_of(copy.deepcopy(model), (torch.randn(4, 4),), cuts=["2"])
+    own, _, other = Placement(plan, 0, model, torch.device("cpu"), None).model
+    assert type(other.gain) is not Gain and isinstance(other.gain, Gain)
+    with computing(), torch.no_grad(), pytest.raises(UnsupportedModelError, match=r"2\.\w+ of stage 1: that has no"):
+        READS[how](own, other)
+    with computing():  # what a tensor is like is the same everywhere
+        like = torch.zeros_like(other.weight), other.weight.new_ones(4), own.bias.type_as(other.weight)
+        assert [one.dtype for one in like] == [other.weight.dtype] * 3 and other.weight.t().shape == (4, 4)
+        assert other.weight.device == own.bias.expand_as(other.weight).device
+
+
 def test_an_average_of_weights_and_a_copy_have_placeholders_too() -> None:
     model, plain = placed().model, model_of()
     kept, expected = (
@@ -118,9 +166,8 @@ def test_a_model_placed_again_holds_values_again() -> None:
     assert type(again.model[2].weight) is nn.Parameter
 
 
-def after(placement: Placement) -> Afterwards:
-    plan = plan_of(model_of(), (torch.randn(4, 4),), cuts=["2"])
-    return Afterwards(placement.model, placement.own, plan.stage_of())
+def after(placement: Placement, num_replicas: int = 1) -> Afterwards:
+    return Afterwards(placement.model, placement.own, num_replicas, lambda: None)
 
 
 def test_parameters_that_come_or_go_are_refused_and_other_changes_are_not() -> None:
@@ -143,23 +190,40 @@ def test_parameters_that_come_or_go_are_refused_and_other_changes_are_not() -> N
         watch.check()
 
 
-def test_hooks_of_two_stages_that_share_an_object_are_warned_of_once() -> None:
+def test_hooks_that_come_or_go_are_looked_at_once() -> None:
+    placement, looks = placed(), list[int]()
+    watch, model = Afterwards(placement.model, placement.own, 1, lambda: looks.append(1)), placement.model
+    watch.check()
+    handle = model[0].register_forward_hook(lambda module, args, output: output * 2)
+    watch.check(), watch.check()
+    assert len(looks) == 1
+    handle.remove()
+    model[0].register_forward_hook(lambda module, args, output: output * 3)
+    watch.check(), watch.check()
+    assert len(looks) == 2
+
+
+def test_hooks_after_accumulation_are_refused_where_they_would_see_another_gradient() -> None:
     placement = placed()
-    watch, model = after(placement), placement.model
-    seen: dict[str, torch.Tensor] = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model[0].register_forward_hook(lambda module, args, output: seen.update(first=output))
-        model[1].register_forward_hook(lambda module, args, output: seen.update(second=output))
-        watch.check()
-        model[2].register_forward_hook(lambda module, args, output: output * 2)
-        watch.check()
-    model[2].register_forward_hook(lambda module, args, output: output + seen["first"])
-    with pytest.warns(UserWarning, match="share an object over stages 0, 1"):
-        watch.check()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        watch.check()
+    weight = placement.model[0].weight
+
+    def step(parameter: nn.Parameter) -> None:
+        with torch.no_grad():
+            parameter.sub_(parameter.grad)  # type: ignore[arg-type]
+        parameter.grad = None
+
+    weight.register_post_accumulate_grad_hook(step)
+    with pytest.raises(ArgumentError, match=r"'0.weight' .* this replica alone, one of 2"):
+        after(placement, 2).begin()
+    watch = after(placement)
+    watch.begin()
+    weight.sum().backward()
+    watch.end(1)
+    with pytest.raises(UnsupportedModelError, match=r"changed the parameter '0.weight' in the backward .* several"):
+        watch.end(2)
+    weight.grad = torch.ones(4, 4)
+    with pytest.raises(ArgumentError, match=r"'0.weight' .* call optimizer.zero_grad"):
+        watch.begin()
 
 
 def test_a_norm_over_one_stages_gradients_is_refused_and_others_are_not() -> None:

@@ -149,3 +149,14 @@ def test_what_a_closure_counts_and_where_an_iterator_is_are_given_back() -> None
         state.restore()
         assert model() == (2, 2)
     assert [model(), model()] == [(2, 2), (3, 3)]
+
+
+def test_hooks_that_a_forward_puts_on_parameters_are_taken_off() -> None:
+    model, seen = nn.Linear(2, 2), list[str]()
+    model.weight.register_hook(lambda g: seen.append("kept"))
+    with untouched(model):
+        model.weight.register_hook(lambda g: seen.append("more"))
+        model.bias.register_hook(lambda g: seen.append("bias"))
+        model.bias.register_post_accumulate_grad_hook(lambda p: seen.append("after"))
+    model(torch.ones(1, 2)).sum().backward()
+    assert seen == ["kept"]

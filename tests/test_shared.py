@@ -19,7 +19,9 @@ from torch import nn
 from partitioner.capture import capture
 from partitioner.errors import UnsupportedModelError
 from partitioner.executor import materialize
+from partitioner.executor.placement import Placement
 from partitioner.plan import Plan
+from partitioner.slicing import Slice, chain
 
 IN_PROCESS = [
     name
@@ -243,3 +245,29 @@ def test_a_number_that_comes_out_otherwise_is_refused() -> None:
     assert all(one.adds == (0, 0) for one in captured.attributes if one.name == "steps")
     with pytest.raises(UnsupportedModelError, match=r"changes 'steps' from 0 to 2, which stage 0 reaches too"):
         counted(3, [True] * 4)
+
+
+@pytest.mark.parametrize(("writer", "reader"), [(0, 4), (4, 0)])
+def test_what_hooks_share_that_come_after_the_plan_is_looked_after_too(writer: int, reader: int) -> None:
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+
+    plan, x = plan_of(build(), (torch.randn(4, 3),), cuts=["2"]), torch.randn(2, 3)
+    whole = build()
+    models = [Placement(plan, stage, build(), torch.device("cpu"), None).model for stage in (0, 1)]
+    parts = [Slice(model, plan.profile, plan.stage_of(), stage) for stage, model in enumerate(models)]
+    chain(parts, (x,), {})
+    for model in (whole, *models):
+        box: dict[str, torch.Tensor] = {}
+        keep = functools.partial(box.__setitem__, "size")
+        model[writer].register_forward_hook(lambda module, args, output, keep=keep: keep(output.detach().abs().mean()))
+        model[reader].register_forward_hook(lambda module, args, output, box=box: output * (1 + box.get("size", 0.0)))
+    for part in parts:
+        part.look_again()
+    if writer > reader:
+        with pytest.raises(UnsupportedModelError, match=r"stage 1 changes .*'size'.*, which stage 0 reaches too"):
+            chain(parts, (x,), {})
+        return
+    for _ in range(2):
+        torch.testing.assert_close(chain(parts, (x,), {})[0][-1].output, whole(x))

@@ -1,10 +1,8 @@
-"""What a training loop does to the stage's module later: parameters that no plan knows, hooks that share objects."""
+"""What a training loop does to the stage's module later: parameters that no plan knows, hooks of all kinds."""
 
 from __future__ import annotations
 
-import functools
-import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -13,33 +11,45 @@ from torch import nn
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from partitioner.errors import ArgumentError
+from partitioner.errors import ArgumentError, UnsupportedModelError
+from partitioner.executor import reduction
 from partitioner.structures import are_same_objects
 
 
 class Afterwards:
-    """Looks before each step whether the model is still the one that was placed. `stage_of`: layer id -> stage."""
+    """Looks before each step whether the model is still the one that was placed."""
 
-    def __init__(self, model: nn.Module, own: Mapping[str, nn.Parameter], stage_of: Mapping[str, int]) -> None:
-        self._model, self._own = model, own
-        self._stage_of = {layer.partition("#")[0]: stage for layer, stage in stage_of.items()}
+    def __init__(
+        self, model: nn.Module, own: Mapping[str, nn.Parameter], num_replicas: int, look_again: Callable[[], None]
+    ) -> None:
+        """`look_again` is called where forward hooks have come or gone."""
+        self._model, self._own, self._look_again = model, own, look_again
+        self._num_replicas = num_replicas
         self._placed = {id(parameter): parameter for parameter in model.parameters()}
+        self._versions: dict[str, int] = {}
         self._note()
-        self._hooks = self._count_hooks()
-        self._known_hooks = {id(hook) for _, hook in self._all_hooks()}
+        self._hooks = self._forward_hooks()
 
     def check(self) -> None:
-        """An ArgumentError names parameters that came or went; a warning hooks that share what only one rank has."""
+        """An ArgumentError names parameters that came or went."""
         now = self._contents()
         if len(now) != len(self._seen) or not are_same_objects(now, self._seen):
             self._refuse_others()
             self._note()
-        if self._count_hooks() != self._hooks:
-            self._warn_of_hooks()
+        hooks = self._forward_hooks()
+        if len(hooks) != len(self._hooks) or not are_same_objects(hooks, self._hooks):
+            self._look_again()
+            self._hooks = hooks
 
-    def end(self) -> None:
+    def begin(self) -> None:
+        """A training step begins: an ArgumentError names hooks on gradients that would see others than one device's."""
+        self._refuse_hooks()
+
+    def end(self, num_microbatches: int = 1) -> None:
         """A step is over: hooks that the forward itself has added are its own affair."""
-        self._hooks = self._count_hooks()
+        self._hooks = self._forward_hooks()
+        if self._versions and num_microbatches > 1:
+            self._refuse_changed()
 
     def _note(self) -> None:
         modules = list(self._model.modules())
@@ -50,8 +60,8 @@ class Afterwards:
     def _contents(self) -> tuple[Any, ...]:
         return tuple(chain.from_iterable(table.values() for table in self._tables))
 
-    def _count_hooks(self) -> int:
-        return sum(map(len, self._hook_tables))
+    def _forward_hooks(self) -> tuple[Any, ...]:
+        return tuple(chain.from_iterable(table.values() for table in self._hook_tables))
 
     def _refuse_others(self) -> None:
         found = dict(self._model.named_parameters(remove_duplicate=False))
@@ -65,41 +75,35 @@ class Afterwards:
                 "stage.module.load_state_dict(weights)"
             )
 
-    def _warn_of_hooks(self) -> None:
-        """Of an object that new hooks share with hooks of another stage: each rank sees what its own layers write."""
-        holders: dict[int, set[int]] = {}
-        new: set[int] = set()
-        for path, hook in self._all_hooks():
-            stages = self._stages_at(path)
-            for held in _mutable(hook):
-                holders.setdefault(id(held), set()).update(stages)
-                if id(hook) not in self._known_hooks:
-                    new.add(id(held))
-        shared = next((sorted(stages) for held, stages in holders.items() if held in new and len(stages) > 1), None)
-        if shared:
-            warnings.warn(
-                f"hooks that were registered after materialize share an object over stages "
-                f"{', '.join(map(str, shared))}: on each rank it holds what the rank's own layers write. A layer that "
-                "reads what another stage's layer wrote computes with something else: register such hooks before "
-                "partition()",
-                stacklevel=4,
-            )
-        self._known_hooks = {id(hook) for _, hook in self._all_hooks()}
-        self._hooks = self._count_hooks()
+    def _refuse_hooks(self) -> None:
+        """Those that run when the gradient of a parameter has been accumulated: elsewhere that is another gradient."""
+        self._versions = {}
+        for name, parameter in self._own.items():
+            hooks = (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
+            if all(getattr(hook, "__module__", "") == reduction.__name__ for hook in hooks):
+                continue
+            if self._num_replicas > 1:
+                raise ArgumentError(
+                    f"a hook runs after the gradient of {name!r} has been accumulated, which is that of this replica "
+                    f"alone, one of {self._num_replicas}: do it after train_step, or give the gradient of "
+                    "each micro-batch a hook with register_hook"
+                )
+            if parameter.grad is not None and parameter.grad.any():
+                raise ArgumentError(
+                    f"a hook runs after the gradient of {name!r} has been accumulated, and that of the last step is "
+                    "still there, which is added only when this step is over: call optimizer.zero_grad() before, or do "
+                    "it after train_step"
+                )
+            self._versions[name] = parameter._version
 
-    def _all_hooks(self) -> Iterator[tuple[str, Any]]:
-        for path, module in self._model.named_modules():
-            for hook in chain(module._forward_hooks.values(), module._forward_pre_hooks.values()):
-                yield path, hook
-
-    def _stages_at(self, path: str) -> set[int]:
-        """Of the layer that the module is in, or of the layers in it."""
-        around = path
-        while around and around not in self._stage_of:
-            around = around.rpartition(".")[0]
-        if around in self._stage_of:
-            return {self._stage_of[around]}
-        return {stage for layer, stage in self._stage_of.items() if not path or layer.startswith(f"{path}.")}
+    def _refuse_changed(self) -> None:
+        for name, before in self._versions.items():
+            if self._own[name]._version != before:
+                raise UnsupportedModelError(
+                    f"a hook has changed the parameter {name!r} in the backward of a step of several micro-batches: "
+                    "some of them had run their forward with the value before, others not. Step the optimizer after "
+                    "train_step, or use one micro-batch (microbatches=1)"
+                )
 
 
 _OVER_ALL = ("LBFGS", "SAM", "ASAM", "GSAM", "Prodigy", "DAdapt")
@@ -150,21 +154,3 @@ class NoLocalNorm:
                 "each stage: call stage.clip_grad_norm_(max_norm), which takes that of the whole model"
             )
         return self._norm(tensors, *how, **named)
-
-
-def _mutable(hook: Any) -> Iterable[Any]:
-    """What a hook's function holds and may write into."""
-    held: list[Any] = []
-    while isinstance(hook, functools.partial):
-        held += [*hook.args, *hook.keywords.values()]
-        hook = hook.func
-    held.append(getattr(hook, "__self__", hook if not hasattr(hook, "__code__") else None))
-    function = getattr(hook, "__func__", hook)
-    held += getattr(function, "__defaults__", None) or ()
-    for cell in getattr(function, "__closure__", None) or ():
-        try:
-            held.append(cell.cell_contents)
-        except ValueError:
-            continue
-    plain = (nn.Module, str, bytes, int, float, bool, tuple, type(None), type, type(_mutable), type(len))
-    return [one for one in held if not isinstance(one, plain)]

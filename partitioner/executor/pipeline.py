@@ -32,6 +32,7 @@ from partitioner.renewal import Kept
 from partitioner.schedule import build_schedule, taking_turns
 from partitioner.slicing import Slice, SliceRun, backward_through, gradients_of
 from partitioner.structures import map_tensors, share_memory
+from partitioner.unannounced import may_write_unannounced
 from partitioner.wire import Receiver, Sender, Tag
 
 
@@ -43,7 +44,8 @@ class WholeModel:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._kept = Kept(Reach(model, lambda path: 1).places.values(), parameters=model.parameters())
+        places = Reach(model, lambda path: 1).places.values()
+        self._kept = Kept(places, (), model.parameters(), may_write_unannounced(model))
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], received: Mapping[int, Payload]) -> SliceRun:
         """The model's output."""

@@ -8,28 +8,34 @@ the values makes it. What would carry a placeholder's nothing into something rea
     placeholder.data -= x   nothing                     torch.save(placeholder)   ArgumentError
     placeholder.shape       as the parameter's          copy.deepcopy(...)        a placeholder
     placeholder.norm()      again one that holds nothing: if norm > 5, own.mul_(norm) are ArgumentErrors
+
+While the model's own code runs, its loss or its backward, whatever kernel is about to read one is refused by name, and
+so is a write in the forward: the rank that has the values does not run that layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from partitioner.errors import ArgumentError
-from partitioner.structures import tensors_in
-from partitioner.tracing import function_name
+from partitioner.errors import ArgumentError, UnsupportedModelError
+from partitioner.structures import storage_of, tensors_in
+from partitioner.tracing import HOST_READS, forward_here, function_name, is_computing, is_read
 
 _WRITING = frozenset(f"__{name}__" for name in "setitem iadd isub imul itruediv idiv ifloordiv imod ipow".split())
 _NOT_WRITING = frozenset({"requires_grad_", "detach_", "share_memory_", "rename_"})
 
 
 class _Nothing:
-    """The behaviour; `label` names the tensor and its stage."""
+    """The behaviour; `label` names the tensor and its stage, `stands_for` is the class that it has with values."""
 
     label: str
+    stands_for: type[torch.Tensor]
 
     @classmethod
     def __torch_function__(
@@ -43,6 +49,8 @@ class _Nothing:
                 "stage.full_state_dict() on rank 0 (all ranks call it), or call stage.save_checkpoint(folder)"
             )
         with torch._C.DisableTorchFunctionSubclass():
+            if is_computing():
+                return _computed(name, func, args, kwargs)
             if name.startswith("_foreach_") and name.endswith("_"):
                 return _each_real(func, args, kwargs)
             if name == "set data":
@@ -73,9 +81,26 @@ class _Nothing:
 class Placeholder(_Nothing, nn.Parameter):
     """Of a parameter."""
 
+    stands_for = nn.Parameter
+
 
 class BufferPlaceholder(_Nothing, torch.Tensor):
     """Of a buffer; what is made of either."""
+
+    stands_for = torch.Tensor
+
+
+@functools.cache
+def _kind(cls: Any) -> Any:
+    """The class of a placeholder for a tensor of this one; itself where that has a behaviour of its own."""
+    known = {nn.Parameter: Placeholder, torch.Tensor: BufferPlaceholder}.get(cls)
+    if known is not None or issubclass(cls, _Nothing):
+        return known or cls
+    base = nn.Parameter if issubclass(cls, nn.Parameter) else torch.Tensor
+    own = ("__torch_function__", "__torch_dispatch__")
+    if any(name in vars(one) for one in cls.__mro__[: cls.__mro__.index(base)] for name in own):
+        return cls
+    return type(cls.__name__, (_Nothing, cls), {"stands_for": cls, "__module__": cls.__module__})
 
 
 def make_placeholder(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -90,8 +115,7 @@ def make_placeholder(tensor: torch.Tensor, device: torch.device) -> torch.Tensor
 
 def stands_in(tensor: torch.Tensor, name: str, stage: int) -> None:
     """Let a tensor with a placeholder's data behave as one, unless its class has a behaviour of its own."""
-    if type(tensor) in (nn.Parameter, torch.Tensor):
-        tensor.__class__ = Placeholder if isinstance(tensor, nn.Parameter) else BufferPlaceholder
+    tensor.__class__ = _kind(type(tensor))
     if isinstance(tensor, _Nothing):
         tensor.label = f"{name} of stage {stage}"
 
@@ -99,7 +123,7 @@ def stands_in(tensor: torch.Tensor, name: str, stage: int) -> None:
 def stands_in_no_more(tensor: torch.Tensor) -> None:
     """It gets values."""
     if issubclass(type(tensor), _Nothing):
-        tensor.__class__ = nn.Parameter if isinstance(tensor, nn.Parameter) else torch.Tensor
+        tensor.__class__ = type(tensor).stands_for  # type: ignore[attr-defined]
         vars(tensor).pop("label", None)
 
 
@@ -123,12 +147,56 @@ def _refuse(name: str, values: Any) -> None:
     )
 
 
+def _computed(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A function that the model's own code calls: it may ask what a placeholder is like, or take a view of it."""
+    if is_read(name) or name == "get grad":
+        return func(*args, **kwargs)
+    labels = {storage_of(one): one.label for one in tensors_in((args, kwargs)) if isinstance(one, _Nothing)}
+    if name in HOST_READS or name == "set data":
+        _refuse_here(f"{name}, which {'writes into' if name == 'set data' else 'reads'}", _label((args, kwargs)))
+    with _Kernels(labels):
+        result = func(*args, **kwargs)
+    is_view = isinstance(result, torch.Tensor) and storage_of(result) in labels
+    return _named(result, args, kwargs) if is_view else result
+
+
+class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses those that read or write what lies in one of these storages."""
+
+    def __init__(self, labels: Mapping[int, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._labels = labels
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        schema, kwargs = func._schema, kwargs or {}
+        is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in schema.returns)
+        if not is_view and not schema.name.endswith("_like") and not schema.name.startswith("aten::new_"):
+            label = next(filter(None, (self._labels.get(storage_of(one)) for one in tensors_in((args, kwargs)))), None)
+            if label is not None:
+                is_written = schema.is_mutable and storage_of(args[0]) in self._labels
+                _refuse_here(f"{func}, which {'writes into' if is_written else 'reads'}", label)
+        return func(*args, **kwargs)
+
+
+def _refuse_here(what: str, label: str) -> None:
+    watcher = forward_here()
+    who = "the loss or the backward" if watcher is None else f"the forward, after {watcher.moment or 'its start'},"
+    error = UnsupportedModelError(
+        f"{who} runs {what} {label}: that has no values on this rank, as the captured forward did not use it there. "
+        "Pin the layers that use it to one stage (pin={layer: stage}), capture with inputs and flags that take this "
+        "way, or use replicas only (mesh={'dp': n})"
+    )
+    raise error if watcher is None else watcher.failed(error)
+
+
 def _copied(tensor: Any, memo: dict[int, Any]) -> Any:
     if id(tensor) not in memo:
         data = make_placeholder(tensor, tensor.device)
         made = nn.Parameter(data, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
         made.__class__ = type(tensor)
-        made.label = tensor.label  # type: ignore[attr-defined]
+        vars(made).update(vars(tensor))
         memo[id(tensor)] = made
     return memo[id(tensor)]
 

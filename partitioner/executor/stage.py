@@ -158,7 +158,8 @@ class LiveStage:
         randomness = Randomness(self._seed, mesh.stage, mesh.replica, mesh.device)
         self._pipeline = Pipeline(mesh, part, loss, randomness, self._recorder, self._reduction, replicas)
         failures.watch(placement.model, self._pipeline)
-        self._afterwards = Afterwards(placement.model, placement.own, plan.stage_of())
+        look_again = part.look_again if isinstance(part, Slice) else lambda: None
+        self._afterwards = Afterwards(placement.model, placement.own, plan.num_replicas, look_again)
         self._no_local_norm: NoLocalNorm | None = None
         if plan.num_stages > 1 or self._division.divides:
             self._no_local_norm = NoLocalNorm(placement.own)
@@ -269,6 +270,7 @@ class LiveStage:
             self._refuse_inference()
             self._refuse_unfrozen()
             self._afterwards.check()
+            self._afterwards.begin()
             self._recorder.begin()
             microbatches, weights = self._prepared(inputs, target, self._loss)
             total, shares = self._shares(microbatches, weights)
@@ -291,7 +293,7 @@ class LiveStage:
             loss = self._agreed_loss(part if total else None)
             self._outputs = (outputs, [microbatch.samples for microbatch in microbatches], weights)
             self._num_steps += 1
-            self._afterwards.end()
+            self._afterwards.end(len(microbatches) if self.plan.num_stages > 1 else 1)
             return loss
 
     def eval_step(self, inputs: Any) -> Any:
