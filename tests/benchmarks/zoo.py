@@ -314,15 +314,17 @@ def in_float64(plan: Any, build: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def default_dtype(double: bool) -> Iterator[None]:
-    """The type of the tensors that a model or its loss makes as it runs, without saying of what type."""
+    """The type of the tensors that a model or its loss makes as it runs, without saying of what type or by `float()`."""
     import torch
 
-    before = torch.get_default_dtype()
+    before, as_float = torch.get_default_dtype(), torch.Tensor.float
     torch.set_default_dtype(torch.float64 if double else torch.float32)
+    torch.Tensor.float = torch.Tensor.double if double else as_float  # type: ignore[method-assign]
     try:
         yield
     finally:
         torch.set_default_dtype(before)
+        torch.Tensor.float = as_float  # type: ignore[method-assign]
 
 
 def doubled(build: Callable[[], Any]) -> Callable[[], Any]:
