@@ -314,7 +314,7 @@ def in_float64(plan: Any, build: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def default_dtype(double: bool) -> Iterator[None]:
-    """The type of the tensors that a model or its loss makes as it runs, without saying of what type or by `float()`."""
+    """The type of tensors that a model or its loss makes as it runs without saying of what type, or by `float()`."""
     import torch
 
     before, as_float = torch.get_default_dtype(), torch.Tensor.float
