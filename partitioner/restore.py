@@ -10,8 +10,9 @@ import functools
 import random
 import sys
 import warnings
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
+from operator import is_
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -195,7 +196,7 @@ class ModelState:
                 self._undo.append(_tensor_undo(item, before))
         elif isinstance(item, (list, dict, set, deque)):
             self._note(item)
-            content = item.copy()
+            content = _content(item)
             self._containers.append((item, content))
             self._undo.append(_container_undo(item, content))
             if type(item) not in (list, dict, set, deque) and hasattr(item, "__dict__"):
@@ -279,11 +280,18 @@ def _weight_undo(parameter: nn.Parameter, before: torch.Tensor) -> Callable[[], 
     return undo
 
 
+def _content(container: Any) -> Any:
+    """What it holds, in a container of the built-in kind."""
+    if isinstance(container, dict):
+        return dict((OrderedDict if isinstance(container, OrderedDict) else dict).items(container))
+    return set(container) if isinstance(container, set) else list(container)
+
+
 def _differ(container: Any, before: Any) -> bool:
     if len(container) != len(before):
         return True
     if isinstance(container, dict):
-        return any(key not in container or container[key] is not value for key, value in before.items())
+        return any(dict.get(container, key, _EMPTY) is not value for key, value in before.items())
     if isinstance(container, set):
         return bool(container != before)
     return any(one is not other for one, other in zip(container, before, strict=True))
@@ -295,11 +303,28 @@ def _container_undo(container: Any, before: Any) -> Callable[[], None]:
         iterators = {key: found for key, one in before.items() if (found := _copied_iterator(one)) is not None}
 
     def undo() -> None:
-        container.clear()
         before.update({key: _copied_iterator(one) for key, one in iterators.items()}) if iterators else None
-        container.extend(before) if isinstance(container, (list, deque)) else container.update(before)
+        if _differ(container, before) or not all(map(is_, container, before)):
+            _refill(container, before)
 
     return undo
+
+
+def _refill(container: Any, before: Any) -> None:
+    """Put back what it held, by the built-in classes' own methods: those of a subclass may refuse or count."""
+    if isinstance(container, dict):
+        base: Any = OrderedDict if isinstance(container, OrderedDict) else dict
+        base.clear(container)
+        for key, value in before.items():
+            base.__setitem__(container, key, value)
+    elif isinstance(container, list):
+        list.__setitem__(container, slice(None), before)
+    elif isinstance(container, deque):
+        deque.clear(container)
+        deque.extend(container, before)
+    else:
+        set.clear(container)
+        set.update(container, before)
 
 
 def _copied_iterator(value: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 
 import numpy as np
@@ -31,6 +31,45 @@ class Keeps(nn.Module):
         self.generator, self.dice = torch.Generator().manual_seed(1), random.Random(1)
         self.numbers = np.random.default_rng(1)
         self.register_buffer("wide", torch.arange(2).expand(3, 2))
+
+
+class Frozen(OrderedDict):  # type: ignore[type-arg]
+    """A configuration that none may change by its own methods, as diffusers has."""
+
+    def _refuse(self, *args: object, **kwargs: object) -> None:
+        raise TypeError("a frozen configuration")
+
+    update = setdefault = clear = pop = _refuse  # type: ignore[assignment]
+
+    def __setitem__(self, key: str, value: object) -> None:
+        if self.ready:
+            self._refuse()
+        super().__setitem__(key, value)
+
+    ready = False
+
+
+class Journal(list):  # type: ignore[type-arg]
+    """A list whose own methods do more than they say."""
+
+    def extend(self, more: object) -> None:
+        raise TypeError("one at a time")
+
+
+def test_containers_with_methods_of_their_own_are_given_back() -> None:
+    model = nn.Linear(2, 2)
+    model.frozen, model.journal = Frozen(a=1, b=[2]), Journal([1])
+    model.frozen.ready = True
+    with untouched(model):
+        assert model.frozen["a"] == 1
+    with untouched(model):
+        OrderedDict.__setitem__(model.frozen, "a", 5)
+        OrderedDict.move_to_end(model.frozen, "a")
+        model.frozen["b"].append(3)
+        model.journal.append(2)
+    assert list(model.frozen.items()) == [("a", 1), ("b", [2])]
+    assert model.journal == [1]
+    assert type(model.frozen) is Frozen and type(model.journal) is Journal
 
 
 def disturb(model: Keeps) -> None:
