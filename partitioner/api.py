@@ -39,7 +39,7 @@ from partitioner.specs import Cluster, Device, LossRule, Training, optimizer_sta
 from partitioner.structures import map_tensors
 from partitioner.tracing import unwrap
 from partitioner.trial import explained
-from partitioner.whole_batch import compare
+from partitioner.whole_batch import batch_norms, compare
 from partitioner.world import as_only_rank
 
 WORTH_DIVIDING = 0.05
@@ -195,6 +195,8 @@ def partition(
                         if plan.num_replicas > 1 and (text := _of_each_replica(plan, model, whole, loss, seed)):
                             notes.append(text)
                             warned.append((text, ReplicaWarning))
+        if objective == "train" and (text := _normalised(plan, model)):
+            notes.append(text)
         return plan.model_copy(update={"why": (*plan.why, *notes)})
 
     _refuse_too_many_ranks(num_devices(gpus))
@@ -349,6 +351,23 @@ def _of_each_replica(plan: Plan, model: nn.Module, batch: MicroBatch, loss: Loss
         "as DistributedDataParallel has it; one device would change one by all samples. Where the forward does not add "
         "up over its replicas (with torch.distributed.all_reduce), what reads that gives other numbers than on one "
         "device: mesh={'dp': 1} has no replicas"
+    )
+
+
+def _normalised(plan: Plan, model: nn.Module) -> str:
+    """What layers that normalise over a batch see of it, if not all; other numbers by design, so no `LossWarning`."""
+    norms = batch_norms(model)
+    whole, seen = plan.training.batch_size, plan.microbatch_samples
+    if all(isinstance(norm, nn.SyncBatchNorm) for norm in norms.values()):
+        seen *= plan.num_replicas
+    if not norms or seen == whole:
+        return ""
+    first, *more = norms
+    names = f"{first or 'the model'}{f' and {len(more)} more' if more else ''}"
+    return (
+        f"{names}: batch normalisation over {seen} samples at a time, not over the batch of {whole}, as accumulated "
+        "gradients have it: losses, gradients and running averages are those of one device that takes the same "
+        "micro-batches, and others than of the whole batch; microbatches=1 and mesh={'dp': 1} leave it whole"
     )
 
 

@@ -26,6 +26,7 @@ from partitioner.specs import Frozen, Seconds, counted
 from partitioner.structures import map_tensors
 from partitioner.tracing import unwrap
 from partitioner.trial import explained
+from partitioner.whole_batch import batch_norms
 
 TOLERANCE = 1e-5
 """fp32: max|g - ref| <= 1e-5 x max(max|ref|, 1e-4 x the model's largest gradient)."""
@@ -327,11 +328,10 @@ def on_one_device(
                 weights = {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
     finally:
         torch.set_num_threads(threads)
-    norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in model.modules())
     return {
         "losses": losses,
         "gradients": gradients,
-        "whole": None if norms else at_once,
+        "whole": None if batch_norms(model) else at_once,
         "weights": weights,
         "step_s": min(statistics.median(step_s[1:]), statistics.median(whole_s[1:])),
     }

@@ -89,6 +89,12 @@ def compare(
     return Comparison(whole, made, count, nearest, False)
 
 
+def batch_norms(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers, by name, that normalise over the samples of one call: over a micro-batch, where the batch is cut."""
+    kind = nn.modules.batchnorm._BatchNorm
+    return {name: module for name, module in model.named_modules() if isinstance(module, kind) and module.training}
+
+
 def _made(losses: Sequence[float], weights: Sequence[float], added: bool) -> float:
     counting = [(loss, weight) for loss, weight in zip(losses, weights, strict=True) if weight]
     total = 1.0 if added else sum(weight for _, weight in counting)
@@ -113,8 +119,7 @@ def _candidates(batch: MicroBatch) -> Iterator[Counted]:
 def _values(model: nn.Module, splits: Sequence[Sequence[MicroBatch]], loss: Loss) -> list[list[float]] | None:
     """The losses of all parts of each split, each part from the same state; None where random numbers are drawn."""
     with untouched(model, loss.keeps) as start:
-        normalised = any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in model.modules())
-        if not normalised and (values := _drawing_nothing(model, splits, loss, start)) is not None:
+        if not batch_norms(model) and (values := _drawing_nothing(model, splits, loss, start)) is not None:
             return values
         if not any(module.training for module in model.modules()):
             return None

@@ -192,6 +192,19 @@ def test_batch_norm_is_measured_where_the_smallest_micro_batch_would_be_one_samp
     assert profile.microbatch_sizes == (2, 4)
 
 
+def test_what_batch_norm_normalises_over_is_told_where_it_is_not_the_batch() -> None:
+    def told(norm: nn.Module, pp: int, microbatches: int) -> list[str]:
+        model = nn.Sequential(nn.Linear(32, 32), norm, nn.Linear(32, 32), nn.BatchNorm1d(32).eval())
+        mesh = {"pp": pp, "dp": 2 // pp}
+        given = {"loss_fn": square, "example_target": torch.randn(8, 32), "mesh": mesh, "microbatches": microbatches}
+        plan = pt.partition(model, torch.randn(8, 32), gpus=cpu_cluster(2), **given)  # type: ignore[arg-type]
+        return [why.split(",")[0] for why in plan.why if "batch normalisation" in why]
+
+    assert told(nn.BatchNorm1d(32), 2, 2) == ["1: batch normalisation over 4 samples at a time"]
+    assert told(nn.BatchNorm1d(32), 1, 1) == ["1: batch normalisation over 4 samples at a time"]
+    assert told(nn.BatchNorm1d(32), 2, 1) == told(nn.BatchNorm1d(32).eval(), 2, 2) == told(nn.LayerNorm(32), 2, 2) == []
+
+
 def test_a_model_that_cannot_be_cut_is_planned_as_replicas() -> None:
     class OnePiece(nn.Module):
         def __init__(self) -> None:
@@ -365,8 +378,17 @@ def test_a_list_with_an_item_for_each_sample_is_cut_and_named() -> None:
 def test_layers_that_were_timed_beside_other_work_are_told_of(
     speed: float, told: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    began = time.perf_counter()
-    monkeypatch.setattr(time, "thread_time", lambda: (time.perf_counter() - began) * speed)
+    class Clock:
+        """The thread's time is told of the same moment as the last time of all, whatever comes between the two."""
+
+        def perf_counter(self) -> float:
+            self.last = time.perf_counter()
+            return self.last
+
+        def thread_time(self) -> float:
+            return self.last * speed
+
+    monkeypatch.setattr("partitioner.profiler.time", Clock())
     plan = pt.partition(
         stack(), torch.randn(8, 32), gpus=2, loss_fn=square, example_target=torch.randn(8, 32), check="never"
     )
