@@ -429,6 +429,7 @@ class _Chooser:
         """`following`: that of the forwards after this one, if they do something else."""
         self.recording = recording
         self.nodes = recording.nodes
+        self.named = dict(recording.model.named_buffers())
         self.following = following
         self.told: set[str] = set()
         """Tensors that layers leave in Python state and that are sent."""
@@ -743,17 +744,16 @@ class _Chooser:
 
         And with what reads it later, but for a buffer that is small enough to tell later stages of in the log.
         """
-        buffers = dict(self.recording.model.named_buffers())
         for info in self.recording.infos:
             if info.foreign and info.writes and info.uses:
                 zones = [self.zone(when) for when, _ in info.uses]
-                can_be_sent = info.foreign in buffers and info.sendable and info.nbytes <= MAX_TOLD
+                can_be_sent = info.foreign in self.named and info.sendable and info.nbytes <= MAX_TOLD
                 last = max(map(self.zone, info.writes))
                 if info.is_silent or info.needs_gradient or not can_be_sent:
                     last = max(last, *zones)
                 reason = f"the state {info.foreign!r} is changed in the forward and used on both sides"
                 for k in range(min(zones) + 1, last + 1):
-                    if info.foreign not in buffers or not self.holds_as_foretold(info.foreign, k):
+                    if info.foreign not in self.named or not self.holds_as_foretold(info.foreign, k):
                         self.forbid(no_cut, k - 1, k, reason)
 
     def forbid_written_weights(self, no_cut: dict[int, str]) -> None:
@@ -850,8 +850,7 @@ class _Chooser:
         name = item.name.rpartition(".")[2]
         if self.chosen[k] in self.recording.foretold.get((item.owner, name), ()):
             return True
-        buffers = dict(self.recording.model.named_buffers())
-        return item.name in buffers and self.holds_as_foretold(item.name, k)
+        return item.name in self.named and self.holds_as_foretold(item.name, k)
 
     def holds_as_foretold(self, buffer: str, k: int) -> bool:
         """The same of what a buffer holds."""
