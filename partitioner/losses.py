@@ -150,8 +150,8 @@ class Loss:
                     f"the micro-batches have {_listed(first)} valid labels in {next(iter(counts[0]))!r} but "
                     f"{_listed(other)} in {name!r}: how much each counts for cannot be told, and where the loss adds "
                     f"up two means no one weight is exact. Say what counts (loss_weight=lambda inputs, target: ...), "
-                    f"give a loss that is a sum over the batch (loss_weight='sum'), or do not cut the batch "
-                    f"(microbatches=1)"
+                    f"give a loss that is a sum over the batch (loss_weight='sum'), take the mean over samples as "
+                    f"accumulated gradients do (loss_weight='samples'), or do not cut the batch (microbatches=1)"
                 )
         return [float(weight) for weight in first]
 
