@@ -19,7 +19,7 @@ from partitioner.logbook import Entry
 from partitioner.profiles import Profile
 from partitioner.recording import ROOT
 from partitioner.shared import SharedState, Told
-from partitioner.tracing import WatchedCall, held, unwrap
+from partitioner.tracing import WatchedCall, held, unwatched, unwrap, watcher_here
 
 
 @dataclass
@@ -152,7 +152,9 @@ class Part:
         if now == self._hooks:
             return
         self._hooks = now
-        for name, hook in hooked(self.model, [(name, parameter) for name, parameter, _ in self._tied]).items():
+        with nullcontext() if watcher_here() is None else unwatched():  # a trial is none of its calls
+            found = hooked(self.model, [(name, parameter) for name, parameter, _ in self._tied])
+        for name, hook in found.items():
             stages = next(stages for other, _, stages in self._tied if other == name)
             raise UnsupportedModelError(
                 f"{refusal(name, hook, f'on stages {stages}')}. Pin the layers that use it to one stage (pin={{layer: "

@@ -121,6 +121,27 @@ def test_copies_that_become_different_are_refused(ranks: RankPool, pp: int, dp: 
     assert "0.weight) together, and their values have become different" in refusals(ranks, plan, made, noise_by_rank)
 
 
+def norms_by_hook(stage: LiveStage, case: Case) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for name, parameter in stage.module.named_parameters():
+
+        def note(gradient: torch.Tensor, name: str = name) -> None:
+            if gradient.norm() > 0:
+                counts[name] = counts.get(name, 0) + 1
+
+        parameter.register_hook(note)
+    for _ in range(2):
+        stage.train_step(case.args, case.target)
+    return counts
+
+
+def test_hooks_that_log_gradients_may_be_put_on_tied_weights_later(ranks: RankPool) -> None:
+    made = tied()
+    plan = plan_for(made, pp=2, dp=1, cuts=["2"])
+    one, other = ranks.run(2, on_ranks, plan, made, norms_by_hook)
+    assert one.keys() == {"0.weight", "0.bias"} and other.keys() == {"0.weight", "2.bias"}
+
+
 def pruned(stage: LiveStage, case: Case) -> None:
     sizes = torch.cat([parameter.abs().flatten() for parameter in stage.module.parameters()])
     least = sizes.kthvalue(4).values
