@@ -135,7 +135,9 @@ class _Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
     """The same for tensors that are the same values in memory."""
-    strides = tensor.stride() if tensor.layout == torch.strided and not tensor.is_nested else ()
+    if tensor.is_nested:  # a strided one has no shape, and what is raised while it is made ends the process
+        return (storage_of(tensor),)
+    strides = tensor.stride() if tensor.layout == torch.strided else ()
     return storage_of(tensor), tuple(tensor.shape), strides
 
 

@@ -48,6 +48,13 @@ class InAnOrderOfTheData(Stack):
         return x
 
 
+class InRaggedTensors(Stack):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ragged = torch.nested.as_nested_tensor([*self.layers[0](x).split([1, len(x) - 1])])
+        ragged = self.layers[1](ragged)
+        return self.layers[3](self.layers[2](torch.nested.to_padded_tensor(ragged, 0.0)))
+
+
 class LogsNorms(Stack):
     def __init__(self) -> None:
         super().__init__()
@@ -101,6 +108,7 @@ def case_of(kind: type[Stack]) -> Case:
 
 def profiled(kind: type[Stack]) -> Profile:
     case = case_of(kind)
+    random.seed(0)  # the captured forward of RunsTwice runs once
     before = copy.deepcopy(case.model.state_dict())
     found = pt.profile(case.model, case.args, loss_fn=case.loss_fn, microbatch_sizes=[2], whole_step=False)
     assert all(torch.equal(value, before[name]) for name, value in case.model.state_dict().items())
@@ -137,6 +145,11 @@ def test_weights_that_are_written_now_and_then_stay_with_their_readers() -> None
 def test_a_copy_that_is_made_on_the_way_leaves_no_cut() -> None:
     found = profiled(MakesATeacher)
     assert {layer.id for layer in found.layers[1:]} == found.no_cut.keys()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_ragged_tensors_without_a_shape_are_looked_at() -> None:
+    assert "layers.3" not in profiled(InRaggedTensors).no_cut
 
 
 def on_a_rank(plan: Plan, kind: type[Stack]) -> list[tuple[float, dict[str, torch.Tensor], dict[str, float]]]:
