@@ -769,7 +769,11 @@ class _Chooser:
         return set(self.recording.model.get_submodule(self.nodes[number].path).modules())
 
     def forbid_unseen(self, no_cut: dict[int, str]) -> None:
-        """A buffer that the code of a module around layers changes, though not this time, stays with that code."""
+        """A buffer that the code of a module around layers changes, though not this time, stays with that code.
+
+        But for those that the first forward set: that was the time.
+        """
+        at_first = self.recording.written_at_first
         for number, node in enumerate(self.nodes):
             module = self.recording.model.get_submodule(node.path)
             if node.parent is None or not module._buffers or self.layer_around(number) is not None:
@@ -777,7 +781,7 @@ class _Chooser:
             for name in sorted(sets_of_its_own(type(module)) & module._buffers.keys()):
                 infos = [info for info in self.recording.infos if info.foreign == f"{node.path}.{name}"]
                 used = [when for info in infos for when, _ in info.uses if node.start <= when <= node.stop]
-                if used and not any(info.writes for info in infos):
+                if used and not any(info.writes for info in infos) and f"{node.path}.{name}" not in at_first:
                     reason = f"the state '{node.path}.{name}' is changed in some forwards and used on both sides"
                     self.forbid(no_cut, self.zone(min(used)), self.zone(node.stop), reason)
 

@@ -316,8 +316,9 @@ class Walk(Watcher):
             return entry.result
         if name == "requires_grad_" and isinstance(args[0], nn.Parameter):
             return func(*args, **kwargs)
-        if entry.writes and not entry.contents and _sets_plainly(name, args, kwargs):
-            here = id(args[0]) in self.part.buffers and id(args[0]) not in self.part.strangers
+        sets = entry.writes and not entry.contents and _sets_plainly(name, args, kwargs)
+        if sets and id(args[0]) in self.part.buffers:
+            here = id(args[0]) not in self.part.strangers
             return func(*args, **kwargs) if here else self.replay(moment, entry, args, kwargs)
         if may_draw(name, func) or any(map(self.is_foreign, tensors_in((args, kwargs)))):
             if kwargs and isinstance(kwargs.get("generator"), torch.Generator) and entry.generator is not None:

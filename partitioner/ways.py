@@ -1,8 +1,8 @@
-"""Forwards after the captured one, to see in time where some take another way: layers in another order or once more,
-weights that are read or written only now and then.
+"""Forwards after the captured one, to see in time where some take another way.
 
-What is seen restricts the plan instead of ending a training: no cut where a later call would have to go back to an
-earlier stage, and weights on all stages whose code reads them.
+Layers are called in another order or once more, weights are read or written only now and then. What is seen restricts
+the plan instead of ending a training: no cut where a later call would have to go back to an earlier stage, and weights
+on all stages whose code reads them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from partitioner.written import parameters_kept
 MOST = 16
 """Forwards that are looked at: what comes every tenth time is seen."""
 LEAST, LONGEST_S = 3, 1.0
-"""So many at least; no further ones after so many seconds."""
+"""So many at least; no further ones after so many seconds of the processor."""
 
 
 @dataclass
@@ -58,10 +58,10 @@ def with_other_ways(
 
 
 def _ways(model: nn.Module, captured: Capture, parts: Sequence[MicroBatch], loss: Compared | None) -> Iterator[Way]:
-    began = time.perf_counter()
+    began = time.process_time()
     with untouched(model, () if loss is None else loss.loss.keeps), parameters_kept(model) as kept:
         for k in range(MOST):
-            if k >= LEAST and time.perf_counter() - began > LONGEST_S:
+            if k >= LEAST and time.process_time() - began > LONGEST_S:
                 return
             part = parts[k % len(parts)]
             args, kwargs = map_tensors((part.args, part.kwargs), copied)
