@@ -9,7 +9,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "benchmarks"))
 
-from mutations import MUTATIONS, self_check
+from mutations import MUTATIONS, on_ranks, self_check
+from rank_pool import RankPool
 
 QUICK = (
     "a skip is not sent",
@@ -23,3 +24,8 @@ QUICK = (
 def test_the_self_check_notices_broken_slicing_and_passes_it_whole(mutation: object) -> None:
     assert not self_check(mutation, broken=False)
     assert self_check(mutation, broken=True)
+
+
+def test_the_comparison_on_ranks_passes_what_is_whole(ranks: RankPool) -> None:
+    mutation = next(one for one in MUTATIONS if one.on_ranks)
+    assert not on_ranks(ranks, mutation, broken=False)

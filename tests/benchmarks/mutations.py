@@ -31,7 +31,7 @@ from partitioner import slicing, verification, walking
 from partitioner.capture import Capture, capture
 from partitioner.executor import pipeline, reduction, stage
 from partitioner.losses import Loss
-from partitioner.microbatches import Cutter, as_call
+from partitioner.microbatches import Cutter
 from partitioner.parts import Part, Payload
 from partitioner.selfcheck import check_split
 from partitioner.shared import SharedState
@@ -308,15 +308,14 @@ def on_ranks(pool: RankPool, mutation: Mutation, *, broken: bool) -> str:
     """What a comparison of two ranks with one device says; empty where it is content."""
     case = case_of(mutation.model)
     plan = next(plan for plan in plans(case, ({"pp": 2, "dp": 1},), [4]) if plan.schedule == "gpipe")
-    args, kwargs = as_call(case.inputs)
-    given = (plan, case.model, args, kwargs, case.target, case.loss_fn, None, 2, 0.01, 0)
+    given = (plan, case.model, case.inputs, case.target, case.loss_fn, None, 2, 0.01, 0)
     try:
         ranks = pool.run(2, broken_rank, mutation if broken else None, *given)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     with verification.as_it_was(case.model):
         loss = Loss(case.model, case.loss_fn, None)
-        single = verification.on_one_device(plan, case.model, args, kwargs, case.target, loss, Cutter(), 2, 0.01)
+        single = verification.on_one_device(plan, case.model, case.inputs, case.target, loss, Cutter(), 2, 0.01)
     found = verification.compared(plan, ranks, single, 2, ())
     return (
         ""
