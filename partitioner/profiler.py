@@ -107,6 +107,7 @@ def profile(
         took = time.perf_counter() - began[0], time.thread_time() - began[1]
         start.restore()  # layers that were run alone have left the model as no forward does
         slicing_s = slicing_seconds(model, captures[sizes[0]], parts[sizes[0]], where) if everywhere else 0.0
+        start.restore()  # and stages have left values of each other's in it that they never had
         step_s: tuple[float, ...] = ()
         if whole_step and everywhere:
             tell("checking against whole steps", 0.9)

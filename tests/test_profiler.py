@@ -283,3 +283,24 @@ def test_a_loss_that_takes_out_what_layers_left_is_profiled_as_a_step_runs_it() 
     model = nn.Sequential(Leaves(), Leaves(), Leaves())
     found = profile(model, torch.randn(8, 8), loss_fn=loss_fn, example_target=torch.zeros(8, 8))
     assert found.layers and bag == []
+
+
+def test_values_that_stages_kept_of_each_other_do_not_reach_the_timed_steps() -> None:
+    class Bank(nn.Module):
+        """Adds the mean of what the middle was in six earlier forwards: more than slices are timed with."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
+            self.bank: list[torch.Tensor] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if len(self.bank) >= 6:
+                x = x + torch.stack(self.bank[-6:]).mean(0)
+            hidden = torch.tanh(self.b(torch.tanh(self.a(x))))
+            self.bank.append(hidden.detach().mean(0))
+            return self.c(hidden)
+
+    model = Bank()
+    found = profile(model, torch.randn(8, 8), loss_fn=nn.MSELoss(), example_target=torch.zeros(8, 8))
+    assert found.step_s and model.bank == []
