@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from partitioner.restore import ModelState, random_states, set_random_states
+from partitioner.restore import ModelState, kept_by, random_states, set_random_states
 
 _SCALES = (1e-6, 1.0, 1e6)
 """Of the gradients that a hook is tried with; in half precision there is less room."""
@@ -33,12 +33,13 @@ def hooks_on(parameter: torch.Tensor) -> tuple[int, ...]:
 def hooked(model: nn.Module, shared: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
     """By name, those of the parameters that have hooks which must see the whole gradient, and which hook that is.
 
-    What the hooks change of the model is given back.
+    What the hooks change of the model, and of what they keep themselves, is given back.
     """
     some = [(name, parameter) for name, parameter in shared if parameter.requires_grad and hooks_on(parameter)]
     if not some:
         return {}
-    found, state, states = {}, ModelState(model), random_states()
+    theirs = tuple(kept_by(hook) for _, parameter in some for hook in (parameter._backward_hooks or {}).values())
+    found, state, states = {}, ModelState(model, theirs), random_states()
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         for name, parameter in some:
             hooks = list((parameter._backward_hooks or {}).values())

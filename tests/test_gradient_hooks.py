@@ -14,6 +14,7 @@ from odd_models import squares
 from side_by_side import possible_cuts
 from torch import nn
 
+from partitioner import gradient_hooks
 from partitioner.capture import capture
 from partitioner.errors import UnsupportedModelError
 from partitioner.gradient_hooks import hooks_on, is_linear
@@ -52,6 +53,15 @@ HOOKS: dict[str, tuple[Callable[[torch.Tensor], Any], bool]] = {
 def test_hooks_are_tried_out(name: str) -> None:
     hook, expected = HOOKS[name]
     assert is_linear(hook, nn.Parameter(torch.randn(3, 2))) == expected
+
+
+def test_a_trial_leaves_what_hooks_count() -> None:
+    counted, counts, model = Counted(), {"calls": 0}, Stack(2)
+    weight = model.layers[0].weight
+    weight.register_hook(counted)
+    weight.register_hook(lambda g: counts.update(calls=counts["calls"] + 1))
+    assert not gradient_hooks.hooked(model, [("weight", weight)])
+    assert counted.calls == counts["calls"] == 0
 
 
 class Tied(Stack):
