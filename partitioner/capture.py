@@ -284,7 +284,7 @@ def _recordings(
             for module in quiet:
                 module.training = False
             first = steady = record(model, *map_tensors((args, kwargs), copied), loss=loss)
-            if first.attributes or first.parameter_writes:
+            if first.attributes or first.parameter_writes or state.has_changed():
                 tell_new = not all(item.is_on_module for item in first.attributes)
                 if tell_new:
                     state.restore()

@@ -86,3 +86,26 @@ def hooks_keep_views_of_what_layers_give() -> nn.Module:
             return self.net(x) + self.projection(self.taken["high"]) * self.taken["low"]
 
     return Model()
+
+
+@odd
+def a_layer_fills_a_buffer_once() -> nn.Module:
+    """Blocks keep what an inner layer makes in a buffer that was None: later forwards do not call that layer."""
+
+    class Angles(nn.Module):
+        def forward(self, length: int) -> torch.Tensor:
+            return torch.linspace(0.0, 1.0, length).cos()
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.start, self.angles, self.end = lin(), Angles(), lin()
+            self.register_buffer("table", None, persistent=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.start(x)
+            if self.table is None:
+                self.register_buffer("table", self.angles(x.shape[-1]), persistent=False)
+            return self.end(x * self.table).tanh()
+
+    return nn.Sequential(*(Block() for _ in range(3)))
