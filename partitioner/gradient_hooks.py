@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from partitioner.restore import ModelState, kept_by, random_states, set_random_states
+from partitioner.restore import ModelState, hooks_of, kept_by, random_states, set_random_states
 
 _SCALES = (1e-6, 1.0, 1e6)
 """Of the gradients that a hook is tried with; in half precision there is less room."""
@@ -24,10 +24,7 @@ _TOLERANCE = 1e-3
 
 def hooks_on(parameter: torch.Tensor) -> tuple[int, ...]:
     """What tells that other hooks are on its gradient than before; () where there are none."""
-    if not parameter._backward_hooks and not getattr(parameter, "_post_accumulate_grad_hooks", None):
-        return ()
-    later = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    return tuple(map(id, (*(parameter._backward_hooks or {}).values(), *later.values())))
+    return tuple(id(hook) for table in hooks_of(parameter) for hook in table.values())
 
 
 def hooked(model: nn.Module, shared: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
@@ -38,12 +35,12 @@ def hooked(model: nn.Module, shared: Iterable[tuple[str, torch.Tensor]]) -> dict
     some = [(name, parameter) for name, parameter in shared if parameter.requires_grad and hooks_on(parameter)]
     if not some:
         return {}
-    theirs = tuple(kept_by(hook) for _, parameter in some for hook in (parameter._backward_hooks or {}).values())
+    tables = {name: [list(table.values()) for table in hooks_of(parameter)] for name, parameter in some}
+    theirs = tuple(kept_by(hook) for hooks, _ in tables.values() for hook in hooks)
     found, state, states = {}, ModelState(model, theirs), random_states()
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         for name, parameter in some:
-            hooks = list((parameter._backward_hooks or {}).values())
-            later = list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
+            hooks, later = tables[name]
             other = later or [hook for hook in hooks if not is_linear(hook, parameter)]
             if other:
                 found[name] = getattr(other[0], "__qualname__", type(other[0]).__name__)

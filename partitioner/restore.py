@@ -379,7 +379,7 @@ def untouched(model: nn.Module, others: Any = ()) -> Iterator[ModelState]:
     """
     state = ModelState(model, others)
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    hooks = [(parameter, [dict(table) for table in _hooks_of(parameter)]) for parameter, _ in gradients]
+    hooks = [(parameter, [dict(table) for table in hooks_of(parameter)]) for parameter, _ in gradients]
     for parameter, _ in gradients:
         parameter.grad = None
     devices = sorted({tensor.device.index or 0 for tensor in model.parameters() if tensor.is_cuda})
@@ -393,12 +393,12 @@ def untouched(model: nn.Module, others: Any = ()) -> Iterator[ModelState]:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
             for parameter, before in hooks:
-                for k, table in enumerate(_hooks_of(parameter)):
+                for k, table in enumerate(hooks_of(parameter)):
                     table.clear()
                     table.update(before[k] if before else {})
 
 
-def _hooks_of(parameter: nn.Parameter) -> list[dict[int, Any]]:
-    """Tables of the hooks on a parameter's gradient; empty where there never was one."""
+def hooks_of(parameter: torch.Tensor) -> list[dict[int, Any]]:
+    """Tables of the hooks on its gradient, those on the accumulated one last; empty where there never was one."""
     tables = [parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)]
     return [{} if table is None else table for table in tables] if tables != [None, None] else []
