@@ -223,6 +223,11 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], Any], opaque: Calla
     return value if opaque is None or isinstance(value, (*PLAIN, nn.Module)) else opaque(value)
 
 
+def in_own_containers(value: Any) -> Any:
+    """The same tensors in containers of their own: a model that is given them may extend or empty those."""
+    return map_tensors(value, lambda tensor: tensor)
+
+
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Every tensor in `value`, in the order `map_tensors` meets them."""
     found: list[torch.Tensor] = []

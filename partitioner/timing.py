@@ -23,7 +23,7 @@ from partitioner.probes import Probe, real
 from partitioner.progress import Progress
 from partitioner.restore import ModelState, random_states, set_random_states
 from partitioner.slicing import Slice, SliceRun
-from partitioner.structures import storage_of, tensors_in
+from partitioner.structures import in_own_containers, storage_of, tensors_in
 from partitioner.walking import Meter
 
 MIN_REPEATS, MAX_REPEATS = 5, 12
@@ -195,7 +195,7 @@ def _time_once(part: Slice, probe: Probe, clock: Clock) -> None:
     names = [range_name(way, probe.name, len(probe.forward_s)) for way in DIRECTIONS]
     forward, backward = (_StopWatch(clock, name) for name in names)
     with _as_surveyed(probe):
-        run = part.run(probe.part.args, probe.part.kwargs, probe.received, meter=forward)
+        run = part.run(*_given(probe.part), probe.received, meter=forward)
     with forward if probe.loss is not None else contextlib.nullcontext():  # the loss is the last layer's
         roots = _finish(probe, run)
     gradients = [] if isinstance(roots, torch.Tensor) else [torch.ones_like(tensor) for tensor in roots]
@@ -220,7 +220,7 @@ def _count_saved(model: nn.Module, probe: Probe, device: torch.device) -> None:
     part = _slice(model, probe, device)
     try:
         with _as_surveyed(probe), torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
-            run = part.run(probe.part.args, probe.part.kwargs, probe.received, meter=names)
+            run = part.run(*_given(probe.part), probe.received, meter=names)
             roots = _finish(probe, run)
         saved = {
             storage_of(one.tensor): _storage_bytes(one.tensor) for one in kept
@@ -229,7 +229,7 @@ def _count_saved(model: nn.Module, probe: Probe, device: torch.device) -> None:
         if "saved tensor hooks" not in str(error):  # functorch's transforms allow none
             raise
         with _as_surveyed(probe), _Results() as results:
-            run = part.run(probe.part.args, probe.part.kwargs, probe.received, meter=names)
+            run = part.run(*_given(probe.part), probe.received, meter=names)
             roots = _finish(probe, run)
         saved = results.nbytes
     saved = {key: size for key, size in saved.items() if key not in ours}
@@ -273,6 +273,12 @@ def _storage_bytes(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().nbytes() if tensor.layout == torch.strided else 0
 
 
+def _given(part: MicroBatch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What the model is called with, which it may extend: the next call finds the micro-batch as it was."""
+    given: tuple[tuple[Any, ...], dict[str, Any]] = in_own_containers((part.args, part.kwargs))
+    return given
+
+
 def slicing_seconds(model: nn.Module, captured: Capture, part: MicroBatch, device: torch.device) -> float:
     """What slicing adds to a forward: two stages cut near the middle, the mean of what is not their layers' own."""
     ids = [layer.id for layer in captured.layers]
@@ -291,9 +297,9 @@ def slicing_seconds(model: nn.Module, captured: Capture, part: MicroBatch, devic
         for stage, one in enumerate(parts):
             states[stage].restore()  # each stage knows only what itself left behind
             set_random_states(chance)
-            watch = _StopWatch(clock)
+            watch, given = _StopWatch(clock), _given(part)
             start = time.perf_counter()
-            run = one.run(part.args, part.kwargs, received, meter=watch)
+            run = one.run(*given, received, meter=watch)
             spent += time.perf_counter() - start
             spent -= watch.seconds() if not clock.cuda else 0.0
             received = {0: run.sends[1]} if run.sends else {}
@@ -312,8 +318,9 @@ def whole_steps(
     for repeat in range(4):
         for size in sizes:
             part = parts[size]
+            args, kwargs = _given(part)
             start = clock.now()
-            _backward(loss.of(model(*part.args, **part.kwargs), part.target), [])
+            _backward(loss.of(model(*args, **kwargs), part.target), [])
             seconds = clock.between(start, clock.now())
             if repeat:
                 times[size].append(seconds)

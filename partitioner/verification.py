@@ -23,7 +23,7 @@ from partitioner.report.blocks import Facts, Page, Prose
 from partitioner.restore import untouched
 from partitioner.selfcheck import worst_difference
 from partitioner.specs import Frozen, Seconds, counted
-from partitioner.structures import map_tensors
+from partitioner.structures import in_own_containers, map_tensors
 from partitioner.tracing import unwrap
 from partitioner.trial import explained
 from partitioner.whole_batch import batch_norms
@@ -239,7 +239,8 @@ def _is_random(model: nn.Module, batch: MicroBatch, loss: Loss) -> bool:
         values = []
         for seed in (1, 2):
             torch.manual_seed(seed)
-            values.append(float(loss.of(model(*batch.args, **batch.kwargs), batch.target)))
+            args, kwargs = in_own_containers((batch.args, batch.kwargs))
+            values.append(float(loss.of(model(*args, **kwargs), batch.target)))
     return abs(values[0] - values[1]) > 1e-6 * abs(values[0])
 
 
@@ -351,7 +352,8 @@ def _timed_step(model: nn.Module, shards: list[list[MicroBatch]], inputs: Any, l
     for shard in shards:
         start = time.perf_counter()
         for part in shard:
-            share, value_of_part = next(shares), loss.of(model(*part.args, **part.kwargs), part.target)
+            args, kwargs = in_own_containers((part.args, part.kwargs))
+            share, value_of_part = next(shares), loss.of(model(*args, **kwargs), part.target)
             if not share:
                 continue  # a mean over nothing is NaN
             scaled = value_of_part * share

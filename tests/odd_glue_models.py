@@ -434,3 +434,23 @@ def mean_of_six_earlier_forwards() -> nn.Module:
             return self.d(torch.tanh(self.c(hidden)))
 
     return Model()
+
+
+@case
+def layers_extend_the_batch_they_are_given() -> Case:
+    """Each adds its features to the dict, and takes out those that nobody needs any more."""
+
+    class Block(nn.Module):
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            self.layer, self.number = lin(), number
+
+        def forward(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            batch[f"features{self.number + 1}"] = torch.tanh(self.layer(batch[f"features{self.number}"]))
+            batch.pop(f"features{self.number - 1}", None)
+            return batch
+
+    torch.manual_seed(1)
+    batch = {"features0": torch.randn(8, D), "name": "a", "ids": [str(k) for k in range(8)]}
+    model = nn.Sequential(*(Block(k) for k in range(5)))
+    return Case(model, (batch,), loss_fn=lambda output, _: output["features5"].square().mean())

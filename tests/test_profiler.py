@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from models import CASES, Case, build
+from odd_glue_models import GLUE
 from side_by_side import quiet
 from torch import nn
 
@@ -304,3 +305,12 @@ def test_values_that_stages_kept_of_each_other_do_not_reach_the_timed_steps() ->
     model = Bank()
     found = profile(model, torch.randn(8, 8), loss_fn=nn.MSELoss(), example_target=torch.zeros(8, 8))
     assert found.step_s and model.bank == []
+
+
+def test_a_batch_that_the_model_extends_is_as_it_was_after_profiling() -> None:
+    case = GLUE["layers_extend_the_batch_they_are_given"]()
+    (batch,) = case.args
+    before = dict(batch)
+    profiled(case, microbatch_sizes=[8], whole_step=True)
+    assert batch.keys() == before.keys()
+    assert all(batch[key] is value for key, value in before.items())

@@ -424,6 +424,7 @@ def overhead(whole: Side, cut: Side, rounds: int = 5) -> dict[str, Any]:
     from side_by_side import seed_python
 
     from partitioner.slicing import chain
+    from partitioner.structures import in_own_containers
 
     case = cut.case
     part = cut.cutter.cut(case.args, case.kwargs or {}, case.target, cut.plan.num_microbatches)[0]
@@ -436,7 +437,8 @@ def overhead(whole: Side, cut: Side, rounds: int = 5) -> dict[str, Any]:
             if stages:
                 chain(cut.stages, part.args, part.kwargs, before_each=lambda k=k: seed_python(k))
             else:
-                whole.models[0](*part.args, **part.kwargs)
+                args, kwargs = in_own_containers((part.args, part.kwargs))
+                whole.models[0](*args, **kwargs)
             times.append(time.perf_counter() - start)
     plain, sliced = statistics.median(plain_s), statistics.median(sliced_s)
     return {"plain_s": plain, "overhead": sliced / plain - 1}
@@ -490,6 +492,7 @@ def draws(build: Callable[[], Any], plan: Any, evaluate: bool) -> bool:
 
     from partitioner.losses import Loss
     from partitioner.microbatches import Cutter
+    from partitioner.structures import in_own_containers
     from partitioner.tracing import unwrap
 
     values = []
@@ -506,7 +509,8 @@ def draws(build: Callable[[], Any], plan: Any, evaluate: bool) -> bool:
         of_seed = []
         for part in [*parts, *parts]:
             with torch.enable_grad():
-                output = model(*part.args, **part.kwargs)
+                args, kwargs = in_own_containers((part.args, part.kwargs))
+                output = model(*args, **kwargs)
             of_seed.append(float(loss.of(output, part.target).detach()))
         if not torch.equal(before, torch.get_rng_state()):
             return True
