@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from plans import plan_of
@@ -61,7 +62,10 @@ def test_loading_plain_weights_takes_a_ranks_own_and_names_what_is_really_missin
         else:
             assert name.startswith(there) and is_placeholder(value) and value.shape == weights[name].shape
     placement.model[0].load_state_dict(model_of(2)[0].state_dict())
-    assert torch.equal(placement.model[0].bias, model_of(2)[0].bias) == (stage == 0)
+    if stage == 0:
+        assert torch.equal(placement.model[0].bias, model_of(2)[0].bias)
+    else:
+        assert is_placeholder(placement.model[0].bias)
     del weights["2.bias"]
     with pytest.raises(RuntimeError, match=r'Missing key.*"2.bias"'):
         placement.model.load_state_dict(weights)
@@ -88,6 +92,48 @@ def test_what_would_carry_nothing_into_values_is_refused_by_name() -> None:
     for saved in (model, model.state_dict(), model[2].weight):
         with pytest.raises(ArgumentError, match=r"2\.\w+ of stage 1 would be saved .* stage.full_state_dict"):
             torch.save(saved, io.BytesIO())
+
+
+NUMBERS: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "a number": lambda own, other: float(other.norm()),
+    "an item": lambda own, other: other.norm().item(),
+    "a list": lambda own, other: other.tolist(),
+    "an array": lambda own, other: other.detach().numpy(),
+    "numpy's own reading": lambda own, other: np.mean([other.detach().norm()]),
+    "a format": lambda own, other: f"{other.norm():.3f}",
+    "a comparison": lambda own, other: torch.equal(own, other),
+    "not a number": lambda own, other: bool(torch.isnan(other).any()),
+    "a tensor made of numbers": lambda own, other: torch.tensor([own.detach().norm(), other.detach().norm()]),
+    "a tensor made of one": lambda own, other: torch.tensor(other.detach().norm()).item(),
+    "the end of a slice": lambda own, other: own[: other.argmax()],
+    "all weights as one vector": lambda own, other: nn.utils.parameters_to_vector([own, other]).norm().item(),
+    "norms of a list": lambda own, other: [norm.item() for norm in torch._foreach_norm([own, other])],
+    "the bytes of a copy": lambda own, other: safetensors_of(other.contiguous()),
+}
+
+
+def safetensors_of(tensor: torch.Tensor) -> bytes:
+    return pytest.importorskip("safetensors.torch").save({"weight": tensor})  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("how", NUMBERS)
+@pytest.mark.filterwarnings("ignore:To copy construct:UserWarning")
+def test_no_number_comes_out_of_what_has_no_values(how: str) -> None:
+    own, _, other = placed().model
+    with pytest.raises(ArgumentError, match=r"2.weight of stage 1.* stage.full_state_dict"):
+        NUMBERS[how](own.weight, other.weight)
+
+
+def test_what_tensors_are_like_and_numbers_of_this_stage_are_read() -> None:
+    model = placed().model
+    own, _, other = model
+    assert "(4, 4) torch.float32: 2.weight of stage 1" in f"{other.weight} {model.state_dict()} {other.weight.data}"
+    here, there = torch._foreach_norm([own.weight, other.weight])
+    assert here.item() == own.weight.norm().item() and there.dtype == torch.float32
+    like = torch.zeros_like(other.weight), other.weight.new_ones(4), torch.empty_like(other.bias).fill_(1.0)
+    assert [one.sum().item() for one in like] == [0.0, 4.0, 4.0]
+    assert sum(one.numel() for one in model.parameters()) == sum(one.numel() for one in model_of().parameters())
+    assert other.weight in set(model.parameters()) and other.weight.grad is None
 
 
 READS: dict[str, Callable[[nn.Module, nn.Module], object]] = {
@@ -240,3 +286,17 @@ def test_a_norm_over_one_stages_gradients_is_refused_and_others_are_not() -> Non
     finally:
         watch.leave()
     assert float(nn.utils.clip_grad_norm_(placement.own.values(), 1.0)) > 1
+
+
+def test_weights_drawn_anew_from_one_seed_are_those_of_one_device() -> None:
+    model, plain = placed(1).model, model_of()
+    for one in (model, plain):
+        torch.manual_seed(7)
+        for layer in (one[0], one[2]):
+            layer.reset_parameters()
+            nn.init.trunc_normal_(layer.a, std=0.2)
+            nn.init.orthogonal_(layer.b)
+            layer.scale.uniform_()
+    assert is_placeholder(model[0].weight) and is_placeholder(model[0].a)
+    for name in ("weight", "bias", "a", "b", "scale"):
+        assert torch.equal(getattr(model[2], name), getattr(plain[2], name)), name

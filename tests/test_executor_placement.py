@@ -18,13 +18,10 @@ from torch.nn import functional as F
 
 from partitioner.errors import ArgumentError, NotBuiltError, PlanMismatchError
 from partitioner.executor import materialize
+from partitioner.executor.placeholders import is_placeholder
 from partitioner.executor.placement import Placement
 
 CPU = torch.device("cpu")
-
-
-def is_placeholder(tensor: torch.Tensor) -> bool:
-    return bool(tensor.isnan().all()) and set(tensor.stride()) == {0}
 
 
 def test_the_stages_hold_every_parameter_between_them_and_nothing_else() -> None:
@@ -92,7 +89,7 @@ def test_buffers_live_where_they_are_used_and_one_that_no_layer_uses_is_whole_ev
         assert {name: id(buffer) for name, buffer in found.items()} == identities
         for name, buffer in found.items():
             here = name in own or name == "class_weights"
-            assert torch.equal(buffer, whole[name]) == here, (stage, name)
+            assert is_placeholder(buffer) != here and (not here or torch.equal(buffer, whole[name])), (stage, name)
             assert buffer.untyped_storage().nbytes() == buffer.element_size() * (buffer.numel() if here else 1)
         kept = {name for name in placement.state_dict() if name in whole}
         assert kept == (own | ({"class_weights"} if stage == 0 else set())) - {"computed"}

@@ -6,8 +6,10 @@ the values makes it. What would carry a placeholder's nothing into something rea
 
     placeholder.copy_(x)    nothing                     own.copy_(placeholder)    ArgumentError
     placeholder.data -= x   nothing                     torch.save(placeholder)   ArgumentError
+    placeholder.normal_()   the numbers are drawn, so that those of the next parameter are as on one device
     placeholder.shape       as the parameter's          copy.deepcopy(...)        a placeholder
-    placeholder.norm()      again one that holds nothing: if norm > 5, own.mul_(norm) are ArgumentErrors
+    print(placeholder)      says what it is             placeholder.tolist()      ArgumentError
+    placeholder.norm()      again one that holds nothing: if norm > 5, own.mul_(norm), float(norm) are ArgumentErrors
 
 While the model's own code runs, its loss or its backward, whatever kernel is about to read one is refused by name, and
 so is a write in the forward: the rank that has the values does not run that layer.
@@ -25,10 +27,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from partitioner.errors import ArgumentError, UnsupportedModelError
 from partitioner.structures import storage_of, tensors_in
-from partitioner.tracing import HOST_READS, forward_here, function_name, is_computing, is_read
+from partitioner.tracing import HOST_READS, RANDOM, forward_here, function_name, is_computing, is_read
 
 _WRITING = frozenset(f"__{name}__" for name in "setitem iadd isub imul itruediv idiv ifloordiv imod ipow".split())
 _NOT_WRITING = frozenset({"requires_grad_", "detach_", "share_memory_", "rename_"})
+_SAVED = frozenset({"__reduce_ex__", "__reduce__", "__dlpack__"})
 
 
 class _Nothing:
@@ -43,7 +46,7 @@ class _Nothing:
     ) -> Any:
         kwargs = kwargs or {}
         name = function_name(func)
-        if name in ("__reduce_ex__", "__reduce__"):
+        if name in _SAVED or (name == "data_ptr" and _is_a_copy(args[0])):
             raise ArgumentError(
                 f"{_label(args)} would be saved without its values, which are on the ranks of that stage: save "
                 "stage.full_state_dict() on rank 0 (all ranks call it), or call stage.save_checkpoint(folder)"
@@ -51,8 +54,8 @@ class _Nothing:
         with torch._C.DisableTorchFunctionSubclass():
             if is_computing():
                 return _computed(name, func, args, kwargs)
-            if name.startswith("_foreach_") and name.endswith("_"):
-                return _each_real(func, args, kwargs)
+            if name.startswith("_foreach_"):
+                return _each_real(func, args, kwargs) if name.endswith("_") else _each(func, args, kwargs)
             if name == "set data":
                 return _set_data(*args)
             if name in _WRITING or (name[-1] == "_" and name[-2] != "_" and name not in _NOT_WRITING):
@@ -60,16 +63,15 @@ class _Nothing:
             else:
                 target = kwargs.get("out")
             if isinstance(target, _Nothing):
-                return target
+                return _drawn(target, func, args, kwargs) if name in RANDOM else target
             if isinstance(target, torch.Tensor):
                 _refuse(name, (args, kwargs))
-            if name == "__bool__":
-                raise ArgumentError(
-                    f"what a rank does would be decided by {_label(args)}, which has no values here: do it within the "
-                    "stage, for the names in stage.named_parameters()"
-                )
+            if name == "__repr__" or (name == "__format__" and not args[1]):
+                return f"<{tuple(args[0].shape)} {args[0].dtype}: {args[0].label}, which has no values here>"
+            if name in HOST_READS:
+                _refuse_to_read(name, (args, kwargs))
             result = func(*args, **kwargs)
-            if name.startswith(("get grad", "get _", "new_")) or name.endswith("_like") or name == "isnan":
+            if name.startswith(("get grad", "get _", "new_")) or name.endswith("_like"):
                 return result
             return _named(result, args, kwargs)
 
@@ -85,9 +87,23 @@ class Placeholder(_Nothing, nn.Parameter):
 
 
 class BufferPlaceholder(_Nothing, torch.Tensor):
-    """Of a buffer; what is made of either."""
+    """Of a buffer; a view of either, in the model's own code."""
 
     stands_for = torch.Tensor
+
+
+class Made(BufferPlaceholder):
+    """What a user's line made of them. Torch's own reads are refused too: torch.tensor([norm]), own[:argmax]."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C._DisableTorchDispatch():
+            if func is torch.ops.aten._local_scalar_dense.default or func.namespace == "c10d":
+                _refuse_to_read(func.__name__.partition(".")[0], (args, kwargs))
+            result = func(*args, **(kwargs or {}))
+            return result if func._schema.is_mutable else _named(result, args, kwargs)
 
 
 @functools.cache
@@ -157,7 +173,7 @@ def _computed(name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: 
     with _Kernels(labels):
         result = func(*args, **kwargs)
     is_view = isinstance(result, torch.Tensor) and storage_of(result) in labels
-    return _named(result, args, kwargs) if is_view else result
+    return _named(result, args, kwargs, BufferPlaceholder) if is_view else result
 
 
 class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -191,6 +207,19 @@ def _refuse_here(what: str, label: str) -> None:
     raise error if watcher is None else watcher.failed(error)
 
 
+def _refuse_to_read(name: str, values: Any) -> None:
+    raise ArgumentError(
+        f"{name} would read, or let this rank decide by, {_label(values)}, which has no values here: do it within the "
+        "stage, for the names in stage.named_parameters(), or with stage.full_state_dict() on rank 0 (all ranks call "
+        "it); stage.clip_grad_norm_ gives the norm of all gradients"
+    )
+
+
+def _is_a_copy(tensor: torch.Tensor) -> bool:
+    """Whether whoever asks for its memory would find one NaN after another, as a file's writer does."""
+    return tensor.numel() > 1 and tensor.is_contiguous()
+
+
 def _copied(tensor: Any, memo: dict[int, Any]) -> Any:
     if id(tensor) not in memo:
         data = make_placeholder(tensor, tensor.device)
@@ -209,6 +238,16 @@ def _set_data(target: torch.Tensor, value: torch.Tensor) -> None:
         _refuse("setting .data", value)
 
 
+def _drawn(target: Any, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What a random function would fill it with."""
+    found = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+
+    def real(value: Any) -> Any:
+        return found if value is target else value
+
+    return func(*map(real, args), **{name: real(value) for name, value in kwargs.items()})
+
+
 def _each_real(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """A function in place over lists: done for those that are here."""
     kept = [k for k, one in enumerate(args[0]) if not isinstance(one, _Nothing)]
@@ -223,14 +262,26 @@ def _each_real(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
     return func(*args, **kwargs) if kept else None
 
 
-def _named(result: Any, args: Any, kwargs: Any) -> Any:
+def _each(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A function over lists: of those that are here, what it is; of the others, nothing."""
+    results = func(*args, **kwargs)
+    lists = [one for one in (*args, *kwargs.values()) if isinstance(one, (list, tuple)) and len(one) == len(results)]
+    others = [one for one in (*args, *kwargs.values()) if not any(one is other for other in lists)]
+    given = [(others, *of_each) for of_each in zip(*lists, strict=True)]
+    is_empty = [any(isinstance(one, _Nothing) for one in tensors_in(some)) for some in given]
+    return [
+        _named(one, some, {}) if nothing else one for one, some, nothing in zip(results, given, is_empty, strict=True)
+    ]
+
+
+def _named(result: Any, args: Any, kwargs: Any, kind: type[BufferPlaceholder] = Made) -> Any:
     """What is made of a placeholder is one: a view, a norm, a comparison."""
     if isinstance(result, (list, tuple)):
-        return type(result)([_named(part, args, kwargs) for part in result])
+        return type(result)([_named(part, args, kwargs, kind) for part in result])
     if not isinstance(result, torch.Tensor) or isinstance(result, _Nothing):
         return result
     if result.is_meta or result.layout != torch.strided:
         return result
-    found = result.as_subclass(BufferPlaceholder)
+    found = result.as_subclass(kind)
     found.label = _label((args, kwargs))
     return found
