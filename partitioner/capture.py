@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import hashlib
 import random
+import sys
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -278,7 +279,11 @@ def _recordings(
             mine, by_name = map_tensors((args, kwargs), copied)
             warm_up(model, mine, by_name, loss)
     for attempt in range(MAX_ATTEMPTS):
-        with untouched(model, others) as state, parameters_kept(model) as kept, fate(FATES[attempt % len(FATES)]):
+        with (
+            untouched(model, others) as state,
+            parameters_kept(model) as kept,
+            fate(model, FATES[attempt % len(FATES)]),
+        ):
             _skip_random_numbers(0 if best is None else len(best[1].order))
             quiet = deciding if attempt == MAX_ATTEMPTS - 1 else set()
             for module in quiet:
@@ -360,17 +365,32 @@ def _tell_counters(
 
 
 def _deciding(model: nn.Module, called: set[str]) -> set[nn.Module]:
-    """Modules that left out a layer with weights which stands in a list with one of its kind that was called."""
+    """Modules that left out a layer with weights which stands in a list with one of its kind that was called.
+
+    Of lists in a list, in which nothing calls them themselves: those of which all was left out.
+    """
     found = set()
     modules = dict(model.named_modules())
+    reached = {name[:k] for name in called for k, letter in enumerate(name) if letter == "."} | called
+
+    def kind(module: nn.Module) -> Any:
+        return type(module), tuple(map(kind, module.children())) if isinstance(module, _LISTS) else ()
+
     for path, module in modules.items():
-        if isinstance(module, (nn.ModuleList, nn.Sequential)):
+        if isinstance(module, (*_LISTS, nn.Sequential)):
             prefix = f"{path}." if path else ""
-            kinds = {type(child) for name, child in module.named_children() if prefix + name in called}
+            kinds, left_out = set(), []
             for name, child in module.named_children():
-                if prefix + name not in called and type(child) in kinds and any(True for _ in child.parameters()):
-                    found |= {modules[path.rpartition(".")[0]], module}
+                if prefix + name in (reached if isinstance(child, _LISTS) else called):
+                    kinds.add(kind(child))
+                elif any(True for _ in child.parameters()):
+                    left_out.append(child)
+            if any(kind(child) in kinds for child in left_out):
+                found |= {modules[path.rpartition(".")[0]], module}
     return found
+
+
+_LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
 def _skip_random_numbers(count: int) -> None:
@@ -382,8 +402,11 @@ def _skip_random_numbers(count: int) -> None:
 
 
 @contextlib.contextmanager
-def fate(value: float | None) -> Iterator[None]:
-    """Inside: a single number drawn from [0, 1) by torch.rand, `random` or NumPy is this one, unless None."""
+def fate(model: nn.Module, value: float | None) -> Iterator[None]:
+    """Inside: a single number drawn from [0, 1) by torch.rand, `random` or NumPy is this one, unless None.
+
+    Also where the files of the model's classes have imported these functions by name.
+    """
     if value is None:
         yield
         return
@@ -401,6 +424,10 @@ def fate(value: float | None) -> Iterator[None]:
         return call
 
     places: list[tuple[Any, str]] = [(torch, "rand"), (random, "random"), (np.random, "rand"), (np.random, "random")]
+    draws = {id(getattr(owner, name)) for owner, name in places}
+    files = {cls.__module__ for kind in {type(module) for module in model.modules()} for cls in kind.__mro__}
+    for file in (sys.modules[name] for name in files - {"torch"} if name in sys.modules):
+        places += [(file, name) for name, held in vars(file).items() if id(held) in draws]
     kept = [(owner, name, getattr(owner, name)) for owner, name in places]
     for owner, name, draw in kept:
         setattr(owner, name, fated(draw))
@@ -447,7 +474,7 @@ class _Chooser:
         """Calls that are not opened, whatever their share."""
         while True:
             self.take(self.choose(0, max_share, opened))
-            more = self.around_collected() - opened
+            more = (self.around_collected() | self.returning_functions()) - opened
             less = (self.around_state() | self.around_special()) - self.closed - opened
             if not more and not less:
                 return
@@ -491,6 +518,10 @@ class _Chooser:
                 found.add(current)
                 current = self.nodes[current].parent
         return {number for number in found if not self.nodes[number].whole}
+
+    def returning_functions(self) -> set[int]:
+        """Chosen calls to open, since they return a function: every rank makes its own by running their code."""
+        return {n for n in self.chosen if self.nodes[n].returns_function and not self.nodes[n].whole}
 
     def around_state(self) -> set[int]:
         """Calls to keep whole, since they begin with reading what this forward or the last one changes after their
@@ -643,7 +674,8 @@ class _Chooser:
                 self.forbid(no_cut, made, last, f"{ids[made]} leaves a tensor behind that {ids[last]} reads")
                 continue
             end = self.starts[made + 1] if made + 1 < len(self.starts) else self.recording.clock + 1
-            name = [name for when, name in info.names if when < end and (layer is not None or name[0] != "=")][-1]
+            by_layers = {self.nodes[n].stop for n in info.left_by if self.layer_around(n) is not None}
+            name = [name for when, name in info.names if when < end and (name[0] != "=" or when in by_layers)][-1]
             sent = self.crossing(info, made, name, ids, no_cut)
             if sent and name[0] == "=":
                 if name in self.told:
@@ -889,7 +921,8 @@ class _Chooser:
             zones = zones | writes[name]
             parts = name.split(".")
             above = (".".join(parts[:k]) for k in range(1, len(parts)))
-            if zones and not (len(zones) == 1 and any(own.get(path) in zones for path in above)):
+            kept_inside = len(zones) == 1 and not writes[name] and any(own.get(path) in zones for path in above)
+            if zones and not kept_inside:
                 writers = tuple(ids[k] for k in sorted(writes[name]))
                 one = Attribute(name=name, first=ids[min(zones)], last=ids[max(zones)], writers=writers)
                 layers = tuple(ids[k] for k in sorted(inside[name]))

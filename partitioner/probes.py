@@ -140,7 +140,7 @@ def _surveyed(
         fated = FATES[(attempt + 1) % len(FATES)]  # left to chance last: then a layer runs, and those after it may not
         before = ModelState(model, () if loss is None else loss.loss.keeps)
         chance = Chance(random_states(), fated)
-        with fate(chance.fate):
+        with fate(model, chance.fate):
             seen = survey(model, captured, groups, *map_tensors((args, kwargs), copied))
         changes = before.has_changed()
         if loss is not None:

@@ -42,6 +42,8 @@ from partitioner.written import parameters_kept, written_by
 ROOT = "(whole model)"
 """Layer id of a model that cannot be opened at all."""
 
+FUNCTIONS = ("function", "method", "partial")
+
 
 @dataclass
 class Node:
@@ -68,6 +70,8 @@ class Node:
     """Tensors that its hooks kept."""
     is_unsure: bool = False
     """Whether it returned an object that later ranks may not be able to build: where they can, they run its code."""
+    returns_function: bool = False
+    """Whether it returned a function, which may call layers when it is called."""
 
 
 @dataclass
@@ -648,7 +652,8 @@ class _Recorder(Watcher):
             self.at(call_id)
         with torch._C.DisableTorchFunction():
             encoder = Encoder(given, self.own)
-            node.is_unsure = is_unsure_in(encoder(result))
+            code = encoder(result)
+            node.is_unsure, node.returns_function = is_unsure_in(code), withheld_in(code) in FUNCTIONS
             for _, content in given.refilled():
                 encoder.container(content)
             arguments = set(map(id, given.tensors))

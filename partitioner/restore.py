@@ -29,6 +29,8 @@ _NUMPY: Any = np.random.mtrand._rand
 """Where Python and NumPy keep their global generators."""
 
 _MAX_DEPTH = 4
+_PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, FunctionType, type))
+_BUILT_IN = frozenset((list, dict, OrderedDict, set, deque))
 _DEVICES = ("cpu", "cuda")
 
 
@@ -148,6 +150,8 @@ class ModelState:
         self._undo: list[Callable[[], None]] = []
         self._values: list[tuple[Callable[[], Any], Any]] = []
         self._containers: list[tuple[Any, Any]] = []
+        self._empty: list[Any] = []
+        """Containers that hold nothing, as most tables of hooks do."""
         self._known = {id(parameter) for parameter in model.parameters()}
         self._kept: list[Any] = []
         for module in model.modules():
@@ -166,22 +170,32 @@ class ModelState:
         """Give it all back, in place. Graphs that hold a buffer stay valid."""
         for undo in self._undo:
             undo()
+        for container in self._empty:
+            if container:
+                container.clear()
 
     def has_changed(self) -> bool:
         """Whether an attribute or container holds other objects than it did; what tensors hold does not count."""
-        return any(_differ(container, before) for container, before in self._containers)
+        return any(self._empty) or any(_differ(container, before) for container, before in self._containers)
 
     def differs(self) -> bool:
         """Whether anything has changed, what tensors hold and the states of generators included."""
         return self.has_changed() or any(not _equal(now(), before) for now, before in self._values)
 
     def _keep(self, item: Any, depth: int) -> None:
+        kind = type(item)
+        if kind in _PLAIN or id(item) in self._known:
+            return
+        if kind in _BUILT_IN and not item:
+            self._note(item)
+            self._empty.append(item)
+            return
         if isinstance(item, Weights):
             for parameter in item:
                 if not parameter.is_meta and parameter.layout == torch.strided:
                     self._undo.append(_weight_undo(parameter, parameter.detach().clone()))
             return
-        if id(item) in self._known or depth > _MAX_DEPTH or isinstance(item, nn.Parameter):
+        if depth > _MAX_DEPTH or isinstance(item, nn.Parameter):
             return
         if isinstance(item, torch.Tensor):
             self._note(item)
@@ -199,7 +213,7 @@ class ModelState:
             content = _content(item)
             self._containers.append((item, content))
             self._undo.append(_container_undo(item, content))
-            if type(item) not in (list, dict, set, deque) and hasattr(item, "__dict__"):
+            if kind not in _BUILT_IN and hasattr(item, "__dict__"):
                 self._keep(vars(item), depth + 1)
             for part in item.values() if isinstance(item, dict) else item:
                 self._keep(part, depth + 1)

@@ -182,19 +182,19 @@ class _Named(Meter):
 
 
 @contextlib.contextmanager
-def _as_surveyed(probe: Probe) -> Iterator[None]:
+def _as_surveyed(model: nn.Module, probe: Probe) -> Iterator[None]:
     """The model and chance are as when the probe's inputs were made."""
     set_random_states(probe.chance.states)
     if probe.state is not None:
         probe.state.restore()
-    with fate(probe.chance.fate):
+    with fate(model, probe.chance.fate):
         yield
 
 
 def _time_once(part: Slice, probe: Probe, clock: Clock) -> None:
     names = [range_name(way, probe.name, len(probe.forward_s)) for way in DIRECTIONS]
     forward, backward = (_StopWatch(clock, name) for name in names)
-    with _as_surveyed(probe):
+    with _as_surveyed(part.model, probe):
         run = part.run(*_given(probe.part), probe.received, meter=forward)
     with forward if probe.loss is not None else contextlib.nullcontext():  # the loss is the last layer's
         roots = _finish(probe, run)
@@ -219,7 +219,7 @@ def _count_saved(model: nn.Module, probe: Probe, device: torch.device) -> None:
 
     part = _slice(model, probe, device)
     try:
-        with _as_surveyed(probe), torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
+        with _as_surveyed(model, probe), torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
             run = part.run(*_given(probe.part), probe.received, meter=names)
             roots = _finish(probe, run)
         saved = {
@@ -228,7 +228,7 @@ def _count_saved(model: nn.Module, probe: Probe, device: torch.device) -> None:
     except RuntimeError as error:
         if "saved tensor hooks" not in str(error):  # functorch's transforms allow none
             raise
-        with _as_surveyed(probe), _Results() as results:
+        with _as_surveyed(model, probe), _Results() as results:
             run = part.run(*_given(probe.part), probe.received, meter=names)
             roots = _finish(probe, run)
         saved = results.nbytes

@@ -68,7 +68,7 @@ def _ways(model: nn.Module, captured: Capture, parts: Sequence[MicroBatch], loss
             before = kept.names()
             look = _Look(model, captured)
             try:
-                with fate(FATES[k % len(FATES)]), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
+                with fate(model, FATES[k % len(FATES)]), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
                     with watching(look), _Uses(look, model):
                         output = model(*args, **kwargs)
                     if loss is not None:

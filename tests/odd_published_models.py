@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from random import random
 
 import torch
 from models import Case
@@ -109,3 +110,122 @@ def a_layer_fills_a_buffer_once() -> nn.Module:
             return self.end(x * self.table).tanh()
 
     return nn.Sequential(*(Block() for _ in range(3)))
+
+
+@odd
+def connections_that_return_how_to_add() -> nn.Module:
+    """Around each block a small module gives the block's input and a function, which calls layers of that module."""
+
+    class Connection(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.after, self.weight = nn.Tanh(), nn.Sigmoid(), nn.Parameter(torch.rand(D))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+            given = self.before(x)
+
+            def add(out: torch.Tensor) -> torch.Tensor:
+                return x * self.weight + self.after(out)
+
+            return given, add
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            blocks = (nn.Sequential(lin(), nn.Tanh(), lin(), nn.Tanh(), lin()) for _ in range(4))
+            self.layers = nn.ModuleList(nn.ModuleList([Connection(), block]) for block in blocks)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for connection, block in self.layers:
+                given, add = connection(x)
+                x = add(block(given))
+            return x
+
+    return Model()
+
+
+@odd
+def heads_put_into_one_list_by_nested_modules() -> nn.Module:
+    """Modules that hold one another each put what a head gives into a list that all share with the model."""
+
+    class Level(nn.Module):
+        def __init__(self, layer: nn.Module, head: nn.Module, inner: nn.Module, k: int, heads: list) -> None:
+            super().__init__()
+            self.layer, self.head, self.inner, self.k, self.heads = layer, head, inner, k, heads
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.inner(self.layer(x)).tanh()
+            self.heads[self.k] = self.head(x)
+            return x
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.each = nn.ModuleList(lin() for _ in range(4)), nn.ModuleList(lin() for _ in range(3))
+            self.heads = [torch.rand(1)] * 3
+            self.net = self.layers[3]
+            for k in reversed(range(3)):
+                self.net = Level(self.layers[k], self.each[k], self.net, k, self.heads)
+            self.out = lin()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = self.out(self.net(x))
+            return out + sum(self.heads)
+
+    return Model()
+
+
+@odd
+def a_layer_keeps_its_generator_and_others_hold_it() -> nn.Module:
+    """Blocks note in their forwards what was drawn with; what runs before them goes through all modules of theirs."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.state = nn.Parameter(torch.randn(D, D) / 3), None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.state = torch.get_rng_state()
+            return torch.tanh(x @ self.weight)
+
+    class Redraws(nn.Module):
+        def __init__(self, instance: nn.Module) -> None:
+            super().__init__()
+            self.instance = instance
+
+        def forward(self) -> None:
+            for module in self.instance.modules():
+                if isinstance(module, nn.Bilinear):
+                    module.reset_parameters()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.start, self.net, self.end = lin(), nn.Sequential(Block(), Block(), Block()), lin()
+            self.updates = Redraws(self.net)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.start(x)
+            self.updates()
+            return self.end(self.net(x))
+
+    return Model()
+
+
+@odd
+def left_out_by_a_function_imported_by_name() -> nn.Module:
+    """Each layer is a list of its parts and is left out by `random()`, as the file has imported it."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.ModuleList([nn.LayerNorm(D), lin()]) for _ in range(6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for norm, layer in self.layers:
+                if self.training and random() < 0.5:
+                    continue
+                x = x + torch.tanh(layer(norm(x)))
+            return x
+
+    return Model()

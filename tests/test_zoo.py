@@ -1,4 +1,4 @@
-"""A few of the zoo's Hugging Face models that changes once broke, compared with one device as the zoo does it."""
+"""A few of the zoo's models that changes once broke, compared with one device as the zoo does it."""
 
 from __future__ import annotations
 
@@ -17,3 +17,17 @@ def test_a_model_gives_one_devices_numbers(name: str) -> None:
     found = zoo.row(name, "hf", 0, 2, 4, "gpipe", 2, [])
     assert found["verdict"] == "same", found
     assert found["cuts"] > 10
+
+
+@pytest.mark.parametrize(
+    ("name", "cuts"),
+    [
+        ("connections_that_return_how_to_add", 27),
+        ("heads_put_into_one_list_by_nested_modules", 7),
+        ("left_out_by_a_function_imported_by_name", 11),
+    ],
+)
+def test_an_odd_model_gives_one_devices_numbers_and_has_all_its_cuts(name: str, cuts: int) -> None:
+    found = zoo.row(name, "odd", 0, 2, 4, "gpipe", 2, [])
+    assert found["verdict"] == "same", found
+    assert found["cuts"] == cuts
