@@ -93,6 +93,7 @@ def row(
         common: dict[str, Any] = {"loss_fn": case.loss_fn, "example_target": case.target}
         batch = Cutter(case.batch_dim).batch_size(case.args, case.kwargs or {})
         sizes = [batch // microbatches]
+        start_s = time.process_time()
         profile = pt.profile(
             case.model,
             case.inputs,
@@ -116,6 +117,7 @@ def row(
             batch_dim=case.batch_dim,
             **common,
         )
+        found["plan_s"] = round(time.process_time() - start_s, 1)
     except PartitionerError as error:
         return found | {
             "verdict": f"refused: {error}",
@@ -333,13 +335,17 @@ def doubled(build: Callable[[], Any]) -> Callable[[], Any]:
 
     from partitioner.structures import map_tensors
 
+    def wider(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.double() if tensor.dtype == torch.float32 else tensor
+
     def built() -> Any:
         with default_dtype(double=False):  # the same weights, however it runs
             case = build()
         case.model.double()
-        case.args, case.kwargs, case.target = map_tensors(
-            (case.args, case.kwargs, case.target), lambda t: t.double() if t.dtype == torch.float32 else t
-        )
+        for module in case.model.modules():  # what modules keep beside parameters and buffers
+            kept = {name: value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
+            vars(module).update({name: wider(value) for name, value in kept.items()})
+        case.args, case.kwargs, case.target = map_tensors((case.args, case.kwargs, case.target), wider)
         return case
 
     return built

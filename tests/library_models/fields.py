@@ -316,6 +316,9 @@ def _lightly(name: str) -> Case:
                 "vicreg": VICRegLoss,
                 "moco": lambda: NTXentLoss(memory_bank_size=(32, 16)),
             }[name]()
+            for buffer in self.loss.buffers():
+                if name == "simclr":  # a bank of no size leaves its place as it came
+                    buffer.zero_()
             if name == "moco":
                 self.teacher, self.teacher_head = copy.deepcopy(self.backbone), copy.deepcopy(self.head)
                 deactivate_requires_grad(self.teacher)
