@@ -1,9 +1,10 @@
 """Cut a batch into micro-batches along its batch dimension, and put their outputs together again.
 
 A tensor or NumPy array is cut when its size along the batch dimension is the batch size, which is that of the first
-tensor. So is a list with an item for each sample: the boxes of each image, lengths, texts. All others (position tables,
-scalars, tuples of numbers such as an image's size) go whole to each micro-batch. What went whole in the example that a
-plan was made with does so in every batch, also in one that has as many samples as it has rows.
+tensor. So is a list with an item for each sample: images of different sizes, the boxes of each, lengths, texts. All
+others (position tables, scalars, tuples of numbers such as an image's size) go whole to each micro-batch. What went
+whole in the example that a plan was made with does so in every batch, also in one that has as many samples as it has
+rows; a list with an item a sample stays one where all images happen to have one size.
 """
 
 from __future__ import annotations
@@ -65,21 +66,47 @@ class Cutter:
     def __init__(self, batch_dim: int = 0, special: BatchDims | None = None, whole: Collection[str] = ()) -> None:
         self.batch_dim = batch_dim
         self.special = dict(special or {})
-        self._whole = frozenset(path for path in whole if path.partition(".")[0] not in map(str, self.special))
+        others = (path for path in whole if path.removesuffix(ITEMS).partition(".")[0] not in map(str, self.special))
+        self._whole = frozenset(others)
 
     def batch_size(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-        """Samples of a batch: the size of its first tensor that has the batch dimension."""
-        for key, value in _arguments(args, kwargs):
+        """Samples of a batch: the size of its first tensor that has the batch dimension, or of a list of samples."""
+        arguments = _arguments(args, kwargs)
+        lists = [value for _, value in arguments if isinstance(value, (list, tuple)) and value]
+        described_by = {len(value) for value in lists if all(isinstance(one, Mapping) for one in value)}
+        beside = [value for _, value in arguments if isinstance(value, torch.Tensor) and value.dim()]
+        for key, value in arguments:
             dim = self.special.get(key, self.batch_dim)
             if dim is None or str(key) in self._whole:
                 continue
-            for tensor in tensors_in(value):
-                if tensor.dim() > dim:
-                    return int(tensor.shape[dim])
+            size = self._size_of(value, dim, str(key), described_by, {len(one) for one in beside})
+            if size is not None:
+                return size
         raise ArgumentError(
             f"cannot tell the batch size: no tensor of the inputs, {described((*args, *kwargs.values()))}, has a "
             f"dimension {self.batch_dim}; pass tensors, or say batch_dim="
         )
+
+    def _size_of(
+        self, value: Any, dim: int, path: str, described_by: Collection[int], beside: Collection[int]
+    ) -> int | None:
+        """Samples in one argument.
+
+        `described_by`: lengths of lists with a dict for each sample; `beside`: of tensors that are arguments.
+        """
+        if isinstance(value, torch.Tensor):
+            return int(value.shape[dim]) if value.dim() > dim else None
+        if isinstance(value, list) and value and all(isinstance(one, torch.Tensor) for one in value):
+            is_told = f"{path}{ITEMS}" in self._whole or len(value) in described_by
+            if is_told or (_are_samples(value, dim) and not {len(one) for one in value} & set(beside)):
+                return len(value)
+        inside = opened(value)
+        if inside is not None:
+            for name, part in zip(_names(inside), inside.parts, strict=True):
+                size = self._size_of(part, dim, f"{path}.{name}", described_by, beside)
+                if size is not None:
+                    return size
+        return None
 
     def cut(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any, count: int) -> list[MicroBatch]:
         """The batch in `count` parts of as equal size as possible, larger ones first; in fewer if it is smaller.
@@ -127,7 +154,8 @@ class Cutter:
 
     def goes_whole(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> tuple[str, ...]:
         """Where in a batch there are tensors and lists that are not cut, though a batch of another size would have them
-        cut: "1", "batch.table", "target.0". One row may stand for any number, and is none of them.
+        cut: "1", "batch.table", "target.0". One row may stand for any number, and is none of them. "0[]" is a list of
+        tensors that has one for each sample.
 
         >>> Cutter().goes_whole((torch.zeros(4, 2), {"table": torch.zeros(3, 2)}), {}, torch.zeros(4))
         ('1.table',)
@@ -162,6 +190,23 @@ def usual_sizes(batch: int) -> tuple[int, ...]:
     return tuple(sorted({min(batch, small), min(batch, max(2 * small, batch // 2))}))
 
 
+ITEMS = "[]"
+"""After the path of a list: that its items are samples."""
+
+
+def _are_samples(tensors: Sequence[torch.Tensor], dim: int) -> bool:
+    """Whether tensors in a list cannot be inputs with one batch dimension: each is one sample then.
+
+    Images have 1 or 3 channels first; of other tensors the sizes along `dim` tell.
+    """
+    if any(tensor.dim() <= dim or tensor.is_nested for tensor in tensors) or len(tensors) < 2:
+        return False
+    if len({tensor.shape[dim] for tensor in tensors}) > 1:
+        return len({tensor.dim() for tensor in tensors}) == 1
+    are_images = dim == 0 and all(tensor.dim() == 3 and tensor.shape[0] in (1, 3) for tensor in tensors)
+    return are_images and len({tensor.shape[1] for tensor in tensors}) > 1 and len({t.shape[2] for t in tensors}) > 1
+
+
 def _is_cut(tensor: torch.Tensor | np.ndarray[Any, Any], dim: int, size: int) -> bool:
     if isinstance(tensor, torch.Tensor) and tensor.is_nested:
         return dim == 0 and tensor.size(0) == size  # its other dimensions may have no one size
@@ -187,7 +232,10 @@ def _whole_in(value: Any, dim: int, size: int, path: str) -> Iterator[str]:
         is_nested = isinstance(value, torch.Tensor) and value.is_nested
         if not is_nested and value.ndim > dim and value.shape[dim] not in (1, size):
             yield path
-    elif not _is_list_of_samples(value, dim, size) and (inside := opened(value)) is not None:
+    elif _is_list_of_samples(value, dim, size):
+        if isinstance(value, list) and all(isinstance(item, torch.Tensor) for item in value):
+            yield f"{path}{ITEMS}"
+    elif (inside := opened(value)) is not None:
         if inside.kind in ("list", "tuple") and len(inside.parts) not in (1, size):
             yield path
         for name, part in zip(_names(inside), inside.parts, strict=True):
@@ -198,7 +246,7 @@ def _holds_samples(value: Any, dim: int, size: int, whole: Collection[str], path
     """Whether anything in it is cut."""
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return path not in whole and _is_cut(value, dim, size)
-    if path not in whole and _is_list_of_samples(value, dim, size):
+    if path not in whole and _is_list_of_samples(value, dim, size, f"{path}{ITEMS}" in whole):
         return True
     inside = opened(value)
     return inside is not None and any(
@@ -238,7 +286,7 @@ def _some(value: Any, dim: int, size: int, start: int, length: int, whole: Colle
         if is_whole or not _is_cut(value, dim, size):
             return value
         return value[(slice(None),) * dim + (slice(start, start + length),)]
-    if not is_whole and _is_list_of_samples(value, dim, size):
+    if not is_whole and _is_list_of_samples(value, dim, size, f"{path}{ITEMS}" in whole):
         return value[start : start + length]
     inside = opened(value)
     if inside is None:
@@ -247,12 +295,15 @@ def _some(value: Any, dim: int, size: int, start: int, length: int, whole: Colle
     return inside.built([_some(part, dim, size, start, length, whole, f"{path}.{name}") for name, part in parts])
 
 
-def _is_list_of_samples(value: Any, dim: int, size: int) -> bool:
-    """A list with as many items as samples, none of which is itself a batch; a tuple only of dicts or of tensors."""
+def _is_list_of_samples(value: Any, dim: int, size: int, is_told: bool = False) -> bool:
+    """A list with as many items as samples, none of which is itself a batch; a tuple only of dicts or of tensors.
+
+    `is_told`: the example's was one.
+    """
     if not isinstance(value, (list, tuple)) or len(value) != size or hasattr(value, "_fields"):
         return False
     if all(isinstance(item, torch.Tensor) for item in value):
-        return not all(_is_cut(tensor, dim, size) for tensor in value)
+        return is_told or not all(_is_cut(tensor, dim, size) for tensor in value)
     if all(isinstance(item, Mapping) for item in value):
         return True
     return isinstance(value, list) and not any(_holds_samples(item, dim, size, (), "") for item in value)

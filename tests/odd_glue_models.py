@@ -454,3 +454,30 @@ def layers_extend_the_batch_they_are_given() -> Case:
     batch = {"features0": torch.randn(8, D), "name": "a", "ids": [str(k) for k in range(8)]}
     model = nn.Sequential(*(Block(k) for k in range(5)))
     return Case(model, (batch,), loss_fn=lambda output, _: output["features5"].square().mean())
+
+
+@case
+def images_of_different_sizes_in_a_list() -> Case:
+    """As detectors take them, with a dict of boxes for each; the loss is the model's own."""
+
+    class Detector(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(
+                nn.Conv2d(3, D, 3, padding=1), nn.Tanh(), nn.Conv2d(D, D, 3, padding=1), nn.Tanh()
+            )
+            self.head = nn.Sequential(lin(), nn.Tanh(), lin(D, 4))
+
+        def forward(
+            self, images: list[torch.Tensor], targets: list[dict[str, torch.Tensor]]
+        ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+            height, width = (max(image.shape[k] for image in images) for k in (1, 2))
+            padded = [nn.functional.pad(one, (0, width - one.shape[2], 0, height - one.shape[1])) for one in images]
+            found = list(self.head(self.body(torch.stack(padded)).mean((2, 3))))
+            pairs = zip(found, targets, strict=True)
+            losses = [(one - target["boxes"]).square().mean() for one, target in pairs]
+            return torch.stack(losses).mean(), found
+
+    torch.manual_seed(1)
+    images = [torch.randn(3, 6 + k % 3, 5 + k % 4) for k in range(8)]
+    return Case(Detector(), (images, [{"boxes": torch.randn(3, 4)} for _ in images]))

@@ -240,3 +240,37 @@ def test_a_plan_keeps_what_is_no_batch() -> None:
         Nearest(), inputs, gpus=2, mesh={"pp": 2}, microbatches=2, loss_fn=nn.MSELoss(), example_target=inputs[0]
     )
     assert pt.Plan.model_validate_json(plan.model_dump_json()).training.whole == ("1",)
+
+
+def test_a_list_of_tensors_of_different_sizes_has_one_for_each_sample() -> None:
+    texts = [torch.zeros(3 + k % 5, 4) for k in range(8)]
+    images = [torch.zeros(3, 6 + k % 3, 5 + k % 4) for k in range(8)]
+    boxes = [{"boxes": torch.zeros(k, 4)} for k in range(8)]
+    equal = [torch.zeros(3, 6, 5) for _ in range(8)]
+    for args in ((texts,), (images,), ({"images": images},), (equal, boxes)):
+        cutter = Cutter()
+        assert cutter.batch_size(args, {}) == 8
+        parts = cutter.cut(args, {}, None, 3)
+        assert [part.samples for part in parts] == [3, 3, 2]
+        assert all(
+            len(part.args[0].get("images") if isinstance(part.args[0], dict) else part.args[0]) == part.samples
+            for part in parts
+        )
+
+
+def test_a_list_that_had_one_for_each_sample_has_so_where_all_are_of_one_size() -> None:
+    images = [torch.zeros(3, 6 + k % 3, 5 + k % 4) for k in range(8)]
+    whole = Cutter().goes_whole((images,), {}, None)
+    assert whole == ("0[]",)
+    equal = [torch.full((3, 6, 5), float(k)) for k in range(4)]
+    parts = Cutter(whole=whole).cut((equal,), {}, None, 2)
+    assert [[float(one[0, 0, 0]) for one in part.args[0]] for part in parts] == [[0, 1], [2, 3]]
+    assert parts[0].args[0][0].shape == (3, 6, 5)
+
+
+def test_a_list_of_inputs_is_cut_as_they_are() -> None:
+    inputs = [torch.zeros(8, 4), torch.zeros(8, 5)]
+    table = [torch.zeros(8, 4), torch.zeros(9, 4)]
+    assert Cutter().batch_size((inputs,), {}) == 8
+    assert Cutter().batch_size((table, torch.zeros(8)), {}) == 8
+    assert [len(part.args[0][0]) for part in Cutter().cut((inputs,), {}, None, 2)] == [4, 4]
