@@ -33,13 +33,14 @@ from partitioner.profiles import Profile
 from partitioner.progress import Progress, portion, shown
 from partitioner.restore import untouched
 from partitioner.selfcheck import changed_by_forward, check_order, check_split
+from partitioner.shared import kept_apart
 from partitioner.solver import solve
 from partitioner.solver.writing import AT_FIRST
 from partitioner.specs import Cluster, Device, LossRule, Training, optimizer_state_bytes, parse_bytes
 from partitioner.structures import map_tensors
 from partitioner.tracing import unwrap
 from partitioner.trial import explained
-from partitioner.whole_batch import batch_norms, compare
+from partitioner.whole_batch import batch_norms, compare, compare_uneven
 from partitioner.world import as_only_rank
 
 WORTH_DIVIDING = 0.05
@@ -197,6 +198,8 @@ def partition(
                             warned.append((text, ReplicaWarning))
         if objective == "train" and (text := _normalised(plan, model)):
             notes.append(text)
+        if text := _kept_apart(plan, model, loss_fn):
+            notes.append(text)
         return plan.model_copy(update={"why": (*plan.why, *notes)})
 
     _refuse_too_many_ranks(num_devices(gpus))
@@ -328,6 +331,26 @@ def _weighted(
             )
             (notes if accepted else warned).append(f"{numbers}, as loss_weight='samples' asks" if accepted else text)
         notes += warned
+    elif found is not None and rule is None:
+        uneven = compare_uneven(model, batch, inputs, cutter, count, loss)
+        if uneven is not None and (uneven.holds or uneven.how is not None):
+            how = "samples" if uneven.how is None else uneven.how
+            rule = LossRule(loss=loss.name, how=how)
+            told = how if isinstance(how, str) else f"valid labels, {how}"
+            notes.append(
+                f"labels of several kinds may count differently in a micro-batch: the loss is a mean over {told}"
+            )
+        elif uneven is not None:
+            text = (
+                f"the loss adds up means over labels of several kinds ({', '.join(loss.labels(batch))}): of a batch "
+                "whose micro-batches have different numbers of valid ones no one weight of each is exact (tried: "
+                f"{uneven.whole:.6g} at once, {uneven.parts:.6g} in {uneven.num_parts}), and train_step refuses the "
+                "first such batch. Take the mean over samples as accumulated gradients do (loss_weight='samples'), say "
+                "what a micro-batch counts for (loss_weight=lambda inputs, target: ...), return a loss that is a sum "
+                "(loss_weight='sum'), or leave the batch whole (microbatches=1, mesh={'dp': 1})"
+            )
+            warned.append(text)
+            notes.append(text)
     warned += at_first if count > 1 else []
     return plan.model_copy(update={"training": plan.training.model_copy(update={"loss_rule": rule})})
 
@@ -368,6 +391,20 @@ def _normalised(plan: Plan, model: nn.Module) -> str:
         f"{names}: batch normalisation over {seen} samples at a time, not over the batch of {whole}, as accumulated "
         "gradients have it: losses, gradients and running averages are those of one device that takes the same "
         "micro-batches, and others than of the whole batch; microbatches=1 and mesh={'dp': 1} leave it whole"
+    )
+
+
+def _kept_apart(plan: Plan, model: nn.Module, loss_fn: LossFunction | None) -> str:
+    """Of what the forward only writes, what each stage has for itself."""
+    if plan.num_stages < 2:
+        return ""
+    found = kept_apart(model, [layer.id for layer in plan.profile.layers], plan.stage_of(), loss_fn)
+    if not found:
+        return ""
+    names = f"{', '.join(map(repr, found[:3]))}{', ...' if len(found) > 3 else ''}"
+    return (
+        f"{names}: written by several stages and read by no code of the forward, as meters and logs are; each rank has "
+        "what its own layers wrote, so that after a step they are to be read on all of them"
     )
 
 

@@ -167,7 +167,9 @@ class Attributes:
     def _watch_new(self) -> None:
         places = list(self._reach.places.values())
         for place in places[self._num_known :]:
-            if place.may_change and place.kind not in ("module", "buffers"):  # of these every change is told
+            if (
+                place.may_change and not place.is_sink and place.kind not in ("module", "buffers")
+            ):  # of these every change is told
                 self._watched.append(Watched(place))
         self._num_known = len(places)
 
@@ -178,7 +180,8 @@ class Attributes:
             known = self.outside.setdefault(name, Outside(place.kind, place.name, key))
             known.writes.append(here)
             known.is_plain |= not isinstance(change.now, torch.Tensor) and not _holds_only_tensors(change)
-        if change.content:
+        if change.content or key in place.only_written:
+            self._reach.enter(change.now, place, key)
             return
         container = self._containers.get(id(place.owner)) or self._behind.get(place.attribute)
         if container is not None:
@@ -234,7 +237,10 @@ class Attributes:
             before = object.__getattribute__(item, "__dict__").get(name, _UNKNOWN) if id(item) in self._paths else None
             set_plainly(item, name, value)
             watched = id(item) in self._paths and name not in INTERNALS
-            if watched and not isinstance(
+            place = self._reach.places.get(id(item))
+            if watched and place is not None and name in place.only_written:
+                self._reach.enter(value, place, name)
+            elif watched and not isinstance(
                 value, (nn.Module, nn.Parameter)
             ):  # also the same value: another time it may differ
                 attribute = self._named(item, name)
@@ -247,7 +253,6 @@ class Attributes:
                 is_whole = type(value) is int and type(attribute.start) is int
                 attribute.added = value - attribute.start if is_whole else None
                 attribute.now = lambda: _attribute_of(item, name)
-                place = self._reach.places.get(id(item))
                 attribute.is_told &= place is not None and place.name_of(name) == attribute.name
                 self._reach.enter(value, place, name) if place is not None else None
                 self._glance = None
@@ -258,6 +263,9 @@ class Attributes:
         cls.__setattr__ = put  # type: ignore[method-assign, assignment]
 
     def _read(self, item: Any, name: str, value: Any) -> None:
+        place = self._reach.places.get(id(item))
+        if place is not None and name in place.only_written:
+            return
         here = self._here()
         attribute = self._named(item, name)
         attribute.reads.append(here)

@@ -173,21 +173,27 @@ class Loss:
 
     def _valid_labels(self, microbatch: MicroBatch) -> dict[str, torch.Tensor]:
         """Label tensor -> what its labels count for; empty where there are none, and samples count."""
-        labels = self._labels(microbatch)
-        ignored = self._setting("ignore_index")
+        labels = self.labels(microbatch)
         class_weight = self._setting("weight")
         counts = {}
         for name, label in labels.items():
             if self._loss_fn is None and name == "labels" and is_shifted(self._model):
                 label = label[..., 1:]
-            valid = label != (IGNORED if ignored is None else ignored)
+            valid = label != self.ignored
             if isinstance(class_weight, torch.Tensor):
                 counts[name] = class_weight.to(label.device)[label[valid]].double().sum()
             else:
                 counts[name] = valid.sum().double()
         return counts
 
-    def _labels(self, microbatch: MicroBatch) -> dict[str, torch.Tensor]:
+    @property
+    def ignored(self) -> int:
+        """The label that does not count."""
+        told = self._setting("ignore_index")
+        return IGNORED if told is None else int(told)
+
+    def labels(self, microbatch: MicroBatch) -> dict[str, torch.Tensor]:
+        """Tensors that are taken for labels, by what they are called."""
         found: dict[str, torch.Tensor] = {}
         if self._loss_fn is not None:
             target = microbatch.target

@@ -18,7 +18,6 @@ import itertools
 import operator
 import queue
 import sys
-import sysconfig
 import weakref
 from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -40,6 +39,8 @@ from torch import nn
 
 from partitioner.contents import content_of, has_content
 from partitioner.logbook import version
+from partitioner.running import is_foreign, is_installed
+from partitioner.sinks import NONE, Holder, sinks_among
 from partitioner.structures import PLAIN, is_python_class, is_same, slots, storage_of
 from partitioner.usage import WRITES, names_in, reads_of
 
@@ -63,7 +64,6 @@ _HOLDERS = frozenset(
 )
 """Classes of Python's own library whose objects hold what is the user's."""
 
-_FOREIGN = frozenset({"torch", "numpy", "builtins", "partitioner", "scipy", *sys.stdlib_module_names} - {"__main__"})
 INTERNALS = frozenset(vars(nn.Module())) | {"_call_impl", "_compiled_call_impl"}
 """Attributes of a module that are torch's own."""
 _MISSING = object()
@@ -88,12 +88,16 @@ class Place:
         self.mask = self.readers = 0
         self.readers_by_key: dict[Any, int] = {}
         """Of attributes that code reads where it does not read the rest."""
+        self.only_written: set[Any] = set()
+        """Keys under which there are sinks."""
+        self.is_sink = False
+        """Whether nothing but sinks leads here."""
         self.twins: dict[Any, list[tuple[Place, Any]]] = {}
         """By key, other places that hold a tensor or array in the same memory, and under which key."""
 
     def readers_of(self, key: Any) -> int:
         """Stages whose code may read what is held under `key`."""
-        return self.readers | self.readers_by_key.get(key, 0)
+        return 0 if key in self.only_written else self.readers | self.readers_by_key.get(key, 0)
 
     @property
     def is_shared(self) -> bool:
@@ -273,7 +277,7 @@ class NamePlace(Place):
     def __init__(self, owner: Any, name: str, key: str) -> None:
         super().__init__(owner, f"{name}.{key}", f"{name}.{key}")
         self.key = key
-        self.may_change = not _is_installed(getattr(owner, "__module__", None) or getattr(owner, "__name__", ""))
+        self.may_change = not is_installed(getattr(owner, "__module__", None) or getattr(owner, "__name__", ""))
 
     def items(self) -> list[tuple[Any, Any]]:
         space = vars(self.owner)
@@ -401,33 +405,70 @@ class Reach:
         """Whether what is followed is read there, not only written into."""
         self._deep = False
         """Whether modules are followed into the modules in them."""
+        self._sinks, self._in_sink = NONE, False
+        self.sinks: dict[int, Any] = {}
+        """Objects that are only written, by id; see `sinks`."""
         paths: dict[int, list[str]] = {}
         for path, module in model.named_modules(remove_duplicate=False):
             paths.setdefault(id(module), []).append(path)
         self._paths = {id(module): path for path, module in model.named_modules()}
+        self._model, self._loss_fn, self._last = model, loss, 1 << mask_of("").bit_length() - 1
         modules = list(model.named_modules())
-        for path, module in modules:
+        masks = [functools.reduce(int.__or__, map(mask_of, paths[id(module)])) for _, module in modules]
+        self._modules = [(mask, path, module) for mask, (path, module) in zip(masks, modules, strict=True)]
+        self._follow_all()
+        self._find_sinks()
+
+    def _follow_all(self) -> None:
+        self.places.clear()
+        self._masks.clear()
+        self._deep = False
+        for _, path, module in self._modules:
             self.places[id(module)] = ModulePlace(module, path, "")
             if module._buffers:
                 self.places[id(module._buffers)] = BufferPlace(module._buffers, path, "")
-        masks = [functools.reduce(int.__or__, map(mask_of, paths[id(module)])) for _, module in modules]
-        for mask, (_, module) in zip(masks, modules, strict=True):
+        for mask, _, module in self._modules:
             self._module(module, mask, 0)
         self.num_inside = len(self.places)
         """The first places are the model's own; those after them are outside of it, where its code leads."""
-        self._modules = [(mask, path, module) for mask, (path, module) in zip(masks, modules, strict=True)]
         for mask, path, module in self._modules:
             self._hooks_of(module, mask, path)
             self._class(type(module), mask, 0, ("forward", "__call__"))
-        if loss is not None:
-            self._loss(loss, 1 << mask_of("").bit_length() - 1)
+        if self._loss_fn is not None:
+            self._loss(self._loss_fn, self._last)
         self._pair()
 
-    def look_at_hooks(self) -> None:
-        """Follow hooks that have come since; what only they lead to comes after all other places."""
+    def _find_sinks(self) -> bool:
+        """Whether they are others than they were: then all is followed anew."""
+        held: list[tuple[Holder, Any]] = []
+        more: list[Any] = []
+        for place in self.places.values():
+            for key, value in place.items()[:MAX_ITEMS]:
+                held.append((Holder(place.kind, place.owner, key), value))
+                if isinstance(value, (FunctionType, MethodType, functools.partial, tuple)):
+                    more.append(value)
+            if place.kind == "attributes":
+                more.append(place.owner)
+        for _, _, module in self._modules:
+            for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+                owner = hook.__self__ if isinstance(hook, MethodType) else hook
+                held.append((Holder("hook", module, None), owner))
+        found, self.sinks = sinks_among(self._model, held, more, self._loss_fn)
+        if found == self._sinks:
+            return False
+        self._sinks = found
+        self._follow_all()
+        return True
+
+    def look_at_hooks(self) -> bool:
+        """Follow hooks that have come since; what only they lead to comes after all other places.
+
+        Whether they read what was only written before: then all places are others.
+        """
         for mask, path, module in self._modules:
             self._hooks_of(module, mask, path)
         self._pair()
+        return self._find_sinks()
 
     def _pair(self) -> None:
         """Let places know which others hold tensors and arrays in the same memory: in place they change together."""
@@ -444,10 +485,23 @@ class Reach:
     def enter(self, value: Any, place: Place, key: Any) -> None:
         """Follow what has come into a place under `key`."""
         name, attribute = place.name_of(key), place.attribute_of(key)
-        if place.readers:
-            self._value(value, name, attribute, place.readers, 0)
-        with self._written():
-            self._value(value, name, attribute, place.mask, 0)
+        with self._inside(place, key):
+            if place.readers:
+                self._value(value, name, attribute, place.readers, 0)
+            with self._written():
+                self._value(value, name, attribute, place.mask, 0)
+
+    @contextmanager
+    def _inside(self, place: Place, key: Any = None) -> Iterator[None]:
+        """In the block, what is held under a key of a place is followed."""
+        before = self._in_sink, self._reading
+        if place.is_sink or (id(place.owner), key) in self._sinks.slots:
+            self._in_sink, self._reading = True, False
+            place.only_written |= set() if place.is_sink else {key}
+        try:
+            yield
+        finally:
+            self._in_sink, self._reading = before
 
     @contextmanager
     def _written(self, only: bool = True) -> Iterator[None]:
@@ -460,11 +514,12 @@ class Reach:
 
     def _reach(self, place: Place, mask: int) -> bool:
         """Whether these stages reach a place, or read it, for the first time."""
-        before = place.mask, place.readers
+        before = place.mask, place.readers, place.is_sink
+        place.is_sink = self._in_sink and (place.is_sink or not place.mask)
         place.mask |= mask
         if self._reading:
             place.readers |= mask
-        return before != (place.mask, place.readers)
+        return before != (place.mask, place.readers, place.is_sink)
 
     # -- values
 
@@ -475,13 +530,23 @@ class Reach:
         if id(module._buffers) in self.places:
             self._reach(self.places[id(module._buffers)], mask)
         for key, value in place.items():
-            self._value(value, place.name_of(key), place.attribute_of(key), mask, depth)
+            with self._inside(place, key):
+                self._value(value, place.name_of(key), place.attribute_of(key), mask, depth)
 
     def _value(self, value: Any, name: str, attribute: str, mask: int, depth: int) -> None:
         if isinstance(value, (*PLAIN, torch.Tensor)) or depth > _MAX_DEPTH:
             return
         cls: Any = type(value)
-        if not self._reading and is_python_class(cls) and any(hasattr(cls, one) for one in WRITES):
+        if id(value) in self._sinks.objects and not self._in_sink:
+            before, self._in_sink, self._reading = self._reading, True, False
+            self._value(value, name, attribute, mask, depth)
+            self._in_sink, self._reading = False, before
+        elif (
+            not self._reading
+            and not self._in_sink
+            and is_python_class(cls)
+            and any(hasattr(cls, one) for one in WRITES)
+        ):
             with self._written(only=False):  # a method of the user's own may tell what it holds
                 self._value(value, name, attribute, mask, depth)
         elif isinstance(value, nn.Module):
@@ -506,16 +571,16 @@ class Reach:
                 self._value(value.__self__, name, attribute, mask, depth + 1)
         elif type(value) in _HOLDERS:
             self._enter(value, Place, name, attribute, mask, depth)
-        elif is_python_class(type(value)) and not _is_foreign(type(value).__module__):  # type: ignore[arg-type]
+        elif is_python_class(type(value)) and not is_foreign(type(value).__module__):  # type: ignore[arg-type]
             self._enter(value, Place, name, attribute, mask, depth)
-            if self._reading and not _is_installed(type(value).__module__):
+            if self._reading and not is_installed(type(value).__module__):
                 self._class(type(value), mask, depth + 1)
 
     def _own_attributes(self, value: Any, name: str, attribute: str, mask: int, depth: int) -> None:
         """Those that a container of the user's class has beside its items."""
         cls: Any = type(value)
         held = getattr(value, "__dict__", None)
-        if held is not value and isinstance(held, dict) and is_python_class(cls) and not _is_foreign(cls.__module__):
+        if held is not value and isinstance(held, dict) and is_python_class(cls) and not is_foreign(cls.__module__):
             self._enter(held, DictPlace, f"{name}.__dict__", attribute, mask, depth)
 
     @contextmanager
@@ -528,7 +593,7 @@ class Reach:
         with self._written():
             yield
         place = self.places.get(id(value))
-        if reads and place is not None:
+        if reads and place is not None and not place.is_sink:
             for key in sorted(reads):
                 place.readers_by_key[key] = place.readers_by_key.get(key, 0) | mask
                 self._value(held[key], place.name_of(key), place.attribute_of(key), mask, depth + 1)
@@ -541,7 +606,8 @@ class Reach:
             return
         for key, part in place.items()[:MAX_ITEMS]:
             inner = f"{name}[{key}]" if kind is SequencePlace else place.name_of(key)
-            self._value(part, inner, place.attribute_of(key), mask, depth + 1)
+            with self._inside(place, key):
+                self._value(part, inner, place.attribute_of(key), mask, depth + 1)
 
     # -- code
 
@@ -563,10 +629,10 @@ class Reach:
 
     def _class(self, cls: type, mask: int, depth: int, start: tuple[str, ...] | None = None) -> None:
         """The variables of a class, and its methods: all, or for installed ones those that `start` leads to by name."""
-        if _is_foreign(cls.__module__) or depth > _MAX_DEPTH:
+        if is_foreign(cls.__module__) or depth > _MAX_DEPTH:
             return
-        bases = [base for base in cls.__mro__ if not _is_foreign(base.__module__)]
-        installed = _is_installed(cls.__module__) and start is not None
+        bases = [base for base in cls.__mro__ if not is_foreign(base.__module__)]
+        installed = is_installed(cls.__module__) and start is not None
         wanted = list(start or ()) if installed else [name for base in bases for name in vars(base)]
         known = set(wanted)
         while wanted:
@@ -598,13 +664,14 @@ class Reach:
         if not self._reach(place, mask):
             return
         for _, value in place.items():
-            self._value(value, place.name, place.name, mask, depth + 1)
+            with self._inside(place, key):
+                self._value(value, place.name, place.name, mask, depth + 1)
 
     def _hook(self, hook: Any, name: str, mask: int) -> None:
         """What a hook's code leads to; attributes of the hook itself only where code names it."""
         own_call = next((vars(base)["__call__"] for base in type(hook).__mro__ if "__call__" in vars(base)), None)
         if isinstance(hook, FunctionType):
-            if not _is_foreign(hook.__module__ or ""):
+            if not is_foreign(hook.__module__ or ""):
                 self._function(hook, mask, 0)
         elif isinstance(own_call, FunctionType):
             self._callable(MethodType(own_call, hook), name, mask, 0)
@@ -629,7 +696,7 @@ class Reach:
             with self._as_read(reads, value.__self__, mask, depth):
                 self._value(value.__self__, name, name, mask, depth + 1)
             value = value.__func__
-        if isinstance(value, FunctionType) and not _is_foreign(value.__module__ or ""):
+        if isinstance(value, FunctionType) and not is_foreign(value.__module__ or ""):
             where = f"{value.__module__}.{value.__qualname__}"
             for key, held in vars(value).items():
                 if key != "__wrapped__":
@@ -663,7 +730,7 @@ class Reach:
             if isinstance(value, ModuleType):
                 self._attributes_of_module(value, loaded, mask, depth)
             elif isinstance(value, type):
-                if not _is_installed(value.__module__):
+                if not is_installed(value.__module__):
                     self._class(value, mask, depth + 1)
             else:
                 with self._as_read(reads_of(code, name), value, mask, depth):
@@ -680,7 +747,7 @@ class Reach:
 
     def _attributes_of_module(self, module: ModuleType, names: tuple[str, ...], mask: int, depth: int) -> None:
         """What is read of another Python module of the user's, as in `settings.RATE`."""
-        if _is_installed(module.__name__):
+        if is_installed(module.__name__):
             return
         for name in names:
             value = vars(module).get(name, _MISSING)
@@ -726,17 +793,3 @@ def _functions_of(found: Any) -> Iterator[FunctionType]:
     for one in (found.fget, found.fset) if isinstance(found, property) else (getattr(found, "func", found),):
         if isinstance(one, FunctionType):
             yield one
-
-
-def _is_foreign(module: str) -> bool:
-    """Whether code is torch's, NumPy's or Python's own, whose state is theirs to keep."""
-    return module.partition(".")[0] in _FOREIGN
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_installed(module: str) -> bool:
-    """Whether code is a library's, of which only what a forward leads to is looked at."""
-    if _is_foreign(module):
-        return True
-    file = getattr(sys.modules.get(module), "__file__", None) or ""
-    return any(file.startswith(sysconfig.get_paths()[name]) for name in ("purelib", "platlib"))

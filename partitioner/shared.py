@@ -108,12 +108,7 @@ class SharedState:
             name: _bits(*(stage_of[layer] for layer in one.layers)) for one in buffers for name in one.names
         }
         self._modules = dict(model.named_modules())
-        for name, mask in self._readers.items():
-            module = self._modules.get(name.rpartition(".")[0])
-            if module is not None:
-                self._reach.places[id(module)].widen(mask)
-        for place in self._reach.places.values():
-            place.widen(self._readers.get(place.attribute, 0))
+        self._widen()
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         self._own, self._own_names = tensors, {id(tensor): name for name, tensor in tensors.items()}
         self._objects = [place.owner for place in self._reach.places.values()]
@@ -127,10 +122,21 @@ class SharedState:
         self._watch_new()
         self.kept = self._kept()
 
+    def _widen(self) -> None:
+        """Let those who read attributes in the captured forward be readers here."""
+        for name, mask in self._readers.items():
+            module = self._modules.get(name.rpartition(".")[0])
+            if module is not None:
+                self._reach.places[id(module)].widen(mask)
+        for place in self._reach.places.values():
+            place.widen(self._readers.get(place.attribute, 0))
+
     def look_again(self) -> None:
         """Hooks have come to the model since, the same on every rank: what they lead to is shared like all else."""
         num_before = len(self._reach.places)
-        self._reach.look_at_hooks()
+        if self._reach.look_at_hooks():
+            self._by_label, self._objects, num_before = {}, [], 0
+            self._widen()
         places = list(self._reach.places.values())
         self._objects += [place.owner for place in places[num_before:]]
         self._watched, self._num_known, self._glance = [], 0, None
@@ -501,6 +507,14 @@ class SharedState:
             f"to one stage (pin={{layer: stage}}), change it in every forward so that capture sees it, or use replicas "
             f"only (mesh={{'dp': n}})"
         )
+
+
+def kept_apart(model: nn.Module, layers: Sequence[str], stage_of: Mapping[str, int], loss: Any) -> list[str]:
+    """What several stages only write (see `sinks`): each rank has what its own layers wrote."""
+    reach = Reach(model, Masks(layers, stage_of).of, loss)
+    places = [place for place in reach.places.values() if id(place.owner) in reach.sinks]
+    names = [place.name for place in places if place.mask & (place.mask - 1)]
+    return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
 
 
 class Masks:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from partitioner.errors import ArgumentError
 from partitioner.losses import Loss
 from partitioner.microbatches import Cutter, MicroBatch, as_given
 from partitioner.restore import ModelState, random_states, set_random_states, untouched
@@ -87,6 +88,37 @@ def compare(
             if error < least or (nearest is None and error <= least):
                 nearest, least = what, error
     return Comparison(whole, made, count, nearest, False)
+
+
+def compare_uneven(
+    model: nn.Module, batch: MicroBatch, inputs: Any, cutter: Cutter, count: int, loss: Loss
+) -> Comparison | None:
+    """The same for a batch whose first micro-batch has fewer valid labels, where labels of several kinds count.
+
+    None where the loss's own rule tells how its parts add up then too, or it cannot be tried.
+    """
+    count = min(count, batch.samples)
+    labels = loss.labels(batch)
+    if count < 2 or len(labels) < 2 or loss.rule() is not None:
+        return None
+    samples = cutter.cut(batch.args, batch.kwargs, batch.target, count)[0].samples
+
+    def thinned(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dim() < 2 or not any(tensor is label for label in labels.values()):
+            return tensor
+        fewer = tensor.clone()
+        fewer.narrow(cutter.batch_dim, 0, samples)[..., tensor.shape[-1] // 2 :] = loss.ignored
+        return fewer
+
+    args, kwargs, target = map_tensors((batch.args, batch.kwargs, batch.target), thinned)
+    try:
+        parts = cutter.cut(args, kwargs, target, count)
+        loss.weights(parts, [as_given(part, inputs) for part in parts])
+    except ArgumentError:
+        by_samples = Loss(model, loss.function, "samples")
+        by_samples.beside = loss.beside
+        return compare(model, MicroBatch(args, kwargs, target, batch.samples), inputs, cutter, count, by_samples)
+    return None
 
 
 def batch_norms(model: nn.Module) -> dict[str, nn.Module]:

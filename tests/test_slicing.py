@@ -16,6 +16,7 @@ from models import CASES, Case, build
 from odd_everyday_models import EVERYDAY
 from odd_models import ODD
 from odd_published_models import PUBLISHED
+from odd_recorded_models import RECORDED
 from odder_models import ODDER
 from oddest_models import ODDEST
 from side_by_side import difference, even_cuts, possible_cuts, quiet, run_cut, run_whole, seed_all, split, stage_models
@@ -339,6 +340,7 @@ ODDS = {
     **{name: ODDEST[name] for name in (*AND, "cache_of_keys_and_values", "state_of_all_layers_in_one_list")},
     **{name: EVERYDAY[name] for name in DAILY},
     **PUBLISHED,
+    **RECORDED,
 }
 
 

@@ -245,3 +245,36 @@ def test_a_function_that_weighs_is_asked_for_again(case: Case, profile: pt.Profi
         Loss(case.model, masked_mean, None, plan.training.loss_rule)
     with pytest.raises(ArgumentError, match="'mean'"):
         planned(case, profile, nn.MSELoss(), target[0], loss_weight="mean")
+
+
+def two_kinds(output: Any, target: Any) -> torch.Tensor:
+    words, classes = target
+    return per_position(output, words) + F.cross_entropy(output, classes)
+
+
+def words_alone(output: Any, target: Any) -> torch.Tensor:
+    return per_position(output, target[0])
+
+
+def test_labels_of_two_kinds_are_told_of_before_training_where_they_count_differently(
+    case: Case, profile: pt.Profile
+) -> None:
+    """The example has as many valid ones of both in each micro-batch; a later batch has not."""
+    target = torch.arange(SAMPLES * WIDTH).reshape(SAMPLES, WIDTH) % 7, torch.arange(SAMPLES) % WIDTH
+    with pytest.warns(LossWarning, match=r"labels of several kinds \(target 0, target 1\).*loss_weight='samples'"):
+        planned(case, profile, two_kinds, target)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert planned(case, profile, two_kinds, target, loss_weight="samples").training.loss_rule is not None
+        plan = planned(case, profile, words_alone, target)
+    rule = plan.training.loss_rule
+    assert rule is not None and rule.how == Counted(argument="target", other_than=-100)
+    target[0][:2, 1:] = -100
+    whole = float(words_alone(case.model(case.inputs), target).detach())
+    loss = Loss(case.model, words_alone, None, rule)
+    parts = Cutter().cut((case.inputs,), {}, target, 4)
+    values = [float(loss.of(case.model(*part.args), part.target).detach()) for part in parts]
+    weights = loss.weights(parts, [part.args for part in parts])
+    assert sum(value * weight for value, weight in zip(values, weights, strict=True)) == pytest.approx(
+        whole * sum(weights), rel=1e-6
+    )

@@ -60,10 +60,11 @@ def family(name: str) -> dict[str, Callable[[], Any]]:
     from odd_glue_models import GLUE
     from odd_models import ODD
     from odd_published_models import PUBLISHED
+    from odd_recorded_models import RECORDED
     from odder_models import ODDER
     from oddest_models import ODDEST
 
-    return {**ODD, **ODDER, **ODDEST, **EVERYDAY, **GLUE, **PUBLISHED}
+    return {**ODD, **ODDER, **ODDEST, **EVERYDAY, **GLUE, **PUBLISHED, **RECORDED}
 
 
 # -- one model

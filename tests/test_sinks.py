@@ -1,0 +1,452 @@
+"""State that a forward only writes, told from state that something reads: by the source of what may run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from odd_recorded_models import RECORDED, AverageMeter, History, Running
+from torch import nn
+
+from partitioner.reaching import Reach
+
+
+class Holding(nn.Module):
+    """A layer with a meter that it shares with the others."""
+
+    def __init__(self, meter: Any) -> None:
+        super().__init__()
+        self.lin, self.meter = nn.Linear(4, 4), meter
+
+
+class Layer(Holding):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.lin(x)
+        self.meter.update(float(x.mean()))
+        return x
+
+
+def sinks_of(layer: Callable[[Any], nn.Module], kept: Any, loss: Any = None) -> list[str]:
+    """Classes of what is only written in a chain of such layers."""
+    found = Reach(nn.Sequential(*(layer(kept) for _ in range(3))), lambda path: 1, loss).sinks
+    return sorted(type(one).__name__ for one in found.values())
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_records_are_found(name: str) -> None:
+    case = RECORDED[name]()
+    assert Reach(case.model, lambda path: 1, case.loss_fn).sinks
+
+
+def test_what_a_meter_reads_for_itself_is_not_read() -> None:
+    assert sinks_of(Layer, AverageMeter()) == ["AverageMeter"]
+
+
+def test_nobody_reads_a_sink_and_all_read_the_others() -> None:
+    for meter, is_read in ((AverageMeter(), False), (Steering(), True)):
+        reach = Reach(nn.Sequential(*(Layer(meter) for _ in range(3))), lambda path: 1 << int(path[:1] or 0))
+        assert bool(reach.places[id(meter)].readers_of("sum")) == is_read
+
+
+class Steering(AverageMeter):
+    """Tells something else what it holds."""
+
+    limit = 1.0
+
+    def update(self, val: float, n: int = 1) -> None:
+        super().update(val, n)
+        Steering.limit = self.avg
+
+
+class Mutating(AverageMeter):
+    def update(self, val: Any, n: int = 1) -> None:
+        val *= self.count
+
+
+class Raising(AverageMeter):
+    def update(self, val: float, n: int = 1) -> None:
+        self.count += 1
+        if self.count > 100:
+            raise StopIteration
+
+
+class Drawing(AverageMeter):
+    def update(self, val: float, n: int = 1) -> None:
+        self.count += 1
+        if self.count % 2:
+            torch.rand(1)
+
+
+class AddingToWhatCame(AverageMeter):
+    """The first tensor that came is the caller's own, and grows in place."""
+
+    def update(self, val: Any, n: int = 1) -> None:
+        if self.count:
+            self.sum += val
+        else:
+            self.sum = val
+        self.count += 1
+
+
+class Asking(AverageMeter):
+    def update(self, val: Any, n: int = 1) -> None:
+        val.resize(self.count)
+
+
+class Leaving(AverageMeter):
+    """Whether the call is counted elsewhere depends on what it holds."""
+
+    others = 0
+
+    def update(self, val: float, n: int = 1) -> None:
+        if self.count > 3:
+            return
+        self.count += 1
+        Leaving.others += 1
+
+
+class Fetching(AverageMeter):
+    """An attribute is computed, and that tells others."""
+
+    @property
+    def mean(self) -> float:
+        Steering.limit = self.sum
+        return self.sum
+
+    def update(self, val: float, n: int = 1) -> None:
+        self.avg = self.mean
+
+
+@pytest.mark.parametrize("kind", [Steering, Mutating, Raising, Drawing, AddingToWhatCame, Asking, Leaving, Fetching])
+def test_a_meter_whose_update_does_more_is_no_sink(kind: Callable[[], AverageMeter]) -> None:
+    assert sinks_of(Layer, kind()) == []
+
+
+class Scaled(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.meter.avg
+
+
+class Deciding(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        if self.meter.count > 5:
+            x = x.relu()
+        return x
+
+
+class ByAlias(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        meter = self.meter
+        factor = 1 + meter.avg
+        return super().forward(x) * factor
+
+
+class ByText(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * getattr(self, "meter").avg  # noqa: B009  # the very point
+
+
+class ByAnyText(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        name = "met" + "er"
+        return super().forward(x) * getattr(self, name).avg
+
+
+class ByAllAttributes(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * sum(one.avg for one in vars(self).values() if isinstance(one, AverageMeter))
+
+
+class Passing(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return scaled(super().forward(x), self.meter)
+
+
+class Copying(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * copy.copy(self.meter).avg
+
+
+class InAComprehension(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + sum([one + 1 for one in (1.0, self.meter.avg)])
+
+
+class ByAHook(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        x.register_hook(lambda gradient: gradient * self.meter.avg)
+        return x
+
+
+class ByAFunctionInside(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def factor() -> float:
+            return 1 + self.meter.avg
+
+        return super().forward(x) * factor()
+
+
+class ByAProperty(Layer):
+    @property
+    def factor(self) -> float:
+        return 1 + self.meter.avg
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.factor
+
+
+class ByALength(Layer):
+    """Python calls a method that no code names."""
+
+    def __len__(self) -> int:
+        return int(self.meter.count)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * len(self)
+
+
+class Handing(Layer):
+    """What it holds is kept where others may read it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = self.meter.avg
+        return super().forward(x)
+
+
+class InATuple(Layer):
+    def __init__(self, meter: Any) -> None:
+        super().__init__(meter)
+        self.pair = (meter, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.pair[0].avg
+
+
+class InAList(Layer):
+    def __init__(self, meter: Any) -> None:
+        super().__init__(meter)
+        self.all = [meter]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.all[0].avg
+
+
+class Bound(Layer):
+    """A method of it is called under another name."""
+
+    def __init__(self, meter: Any) -> None:
+        super().__init__(meter)
+        self.mean = meter.mean
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.mean()
+
+
+class Told(AverageMeter):
+    def mean(self) -> float:
+        return self.avg
+
+
+class Trying(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        try:
+            self.meter.log[3]
+        except AttributeError:
+            x = x.relu()
+        return x
+
+
+def scaled(x: torch.Tensor, meter: AverageMeter) -> torch.Tensor:
+    return x * meter.avg
+
+
+READERS: list[Callable[[Any], nn.Module]] = [
+    Scaled,
+    Deciding,
+    ByAlias,
+    ByText,
+    ByAnyText,
+    ByAllAttributes,
+    Passing,
+    Copying,
+    InAComprehension,
+    ByAHook,
+    ByAFunctionInside,
+    ByAProperty,
+    ByALength,
+    Handing,
+    InATuple,
+    InAList,
+    Bound,
+    Trying,
+]
+
+
+@pytest.mark.parametrize("layer", READERS)
+def test_what_a_layer_reads_is_no_sink(layer: Callable[[Any], nn.Module]) -> None:
+    assert sinks_of(layer, Told()) == []
+
+
+def test_what_hooks_and_the_loss_read_is_no_sink() -> None:
+    meter = AverageMeter()
+    assert sinks_of(Layer, meter) == ["AverageMeter"]
+    assert sinks_of(Layer, meter, lambda output, target: output.sum() * meter.avg) == []
+
+    def hooked(kept: Any) -> nn.Module:
+        layer = Layer(kept)
+        layer.lin.weight.register_hook(lambda gradient: gradient * kept.avg)
+        return layer
+
+    assert sinks_of(hooked, meter) == []
+
+
+def test_a_hook_that_comes_later_may_read_what_was_only_written() -> None:
+    meter = AverageMeter()
+    model = nn.Sequential(*(Layer(meter) for _ in range(3)))
+    reach = Reach(model, lambda path: 1 << int(path[:1] or 0))
+    assert not reach.places[id(meter)].readers_of("avg")
+    model[2].register_forward_hook(lambda module, args, output: output * meter.avg)
+    assert reach.look_at_hooks()
+    assert reach.places[id(meter)].readers_of("avg")
+
+
+class Listed(Holding):
+    """Its records are a dict of lists, or of meters."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.lin(x)
+        self.meter.setdefault("mean", []).append(x.detach())
+        self.meter["last"] = x.mean().item()
+        return x.exp().log()
+
+
+class ListedAndRead(Listed):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        return x if len(self.meter) < 3 else x.relu()
+
+
+class History2(History):
+    """Returns what its lists have, which is read only where a caller uses that; its counts nobody gets."""
+
+    def add(self, name: str, value: float) -> int:  # type: ignore[override]
+        super().add(name, value)
+        return len(self.values)
+
+
+class Adding(Holding):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.lin(x)
+        self.meter.add("mean", x.mean())
+        return x
+
+
+class AddingAndUsing(Holding):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.lin(x)
+        count = self.meter.add("mean", x.mean())
+        return x / count
+
+
+class Pushing(Holding):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.lin(x)
+        self.meter.push(x.std().item())
+        return x
+
+
+@pytest.mark.parametrize(
+    ("layer", "kept", "found"),
+    [
+        (Listed, {}, ["dict"]),
+        (ListedAndRead, {}, []),
+        (Adding, History(), ["History", "defaultdict", "dict"]),
+        (Adding, History2(), ["History2", "defaultdict"]),
+        (AddingAndUsing, History2(), ["defaultdict"]),
+        (Pushing, Running(), ["Running"]),
+    ],
+)
+def test_containers_and_what_methods_give_back(layer: Any, kept: Any, found: list[str]) -> None:
+    assert sinks_of(layer, kept) == found
+
+
+def test_code_without_a_source_reads_what_it_names() -> None:
+    space: dict[str, Any] = {"Layer": Layer}
+    exec(
+        "class Made(Layer):\n    def forward(self, x):\n        self.meter.update(1.0)\n        return self.lin(x)",
+        space,
+    )
+    assert sinks_of(space["Made"], AverageMeter()) == []
+
+
+class Counting(Holding):
+    """Needs what the first layer has put in, which another rank's copy does not have."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.first:
+            self.meter["calls"] = 0
+        self.meter["calls"] += 1
+        return self.lin(x)
+
+    first = False
+
+
+class CountingApart(Holding):
+    def begin(self) -> None:
+        self.meter["calls"] = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.first:
+            self.begin()
+        self.meter["calls"] += 1
+        return self.lin(x)
+
+    first = False
+
+
+class Taking(Holding):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.meter.pop()
+        self.meter.append(float(x.mean()))
+        return self.lin(x)
+
+
+class Forgetting(Holding):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.meter.append(float(x.mean()))
+        if len(self.meter) > 9:
+            self.meter.pop(0)
+        self.meter[-1] += 1
+        return self.lin(x)
+
+
+class Beginning(AverageMeter):
+    """What `update` needs is there only after `begin`."""
+
+    def begin(self) -> None:
+        self.latest = 0.0
+
+    def update(self, val: float, n: int = 1) -> None:
+        self.latest += val
+
+
+@pytest.mark.parametrize(
+    ("layer", "kept", "found"),
+    [
+        (CountingApart, {}, []),
+        (CountingApart, {"calls": 0}, ["dict"]),
+        (Counting, {}, []),
+        (Taking, [1.0], []),
+        (Forgetting, [], ["list"]),
+        (Layer, Beginning(), []),
+    ],
+)
+def test_what_is_taken_is_there_on_every_rank(layer: Any, kept: Any, found: list[str]) -> None:
+    assert sinks_of(layer, kept) == found
