@@ -17,6 +17,7 @@ from partitioner.capture import Capture
 from partitioner.losses import Loss
 from partitioner.profiles import Profile
 from partitioner.slicing import Slice, SliceRun, chain
+from partitioner.structures import in_own_containers
 
 
 @dataclass
@@ -40,7 +41,8 @@ def run_whole(case: Case, seed: int = 0, model: nn.Module | None = None) -> Resu
     model = copy.deepcopy(case.model) if model is None else model
     model.zero_grad()
     seed_all(seed)
-    loss = Loss(model, case.loss_fn, None).of(model(*case.args, **(case.kwargs or {})), case.target)
+    args, kwargs = in_own_containers((case.args, case.kwargs or {}))
+    loss = Loss(model, case.loss_fn, None).of(model(*args, **kwargs), case.target)
     loss.backward()
     return Result(loss.detach(), {name: p.grad for name, p in model.named_parameters()}, [model])
 
