@@ -23,7 +23,7 @@ import linecache
 import math
 import operator
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
@@ -85,14 +85,19 @@ def foretold(strangers: Collection[int] = ()) -> Foretold:
 
     `strangers`: buffers by id that this rank does not have.
     """
-    rest, frame = _Rest(strangers), inspect.currentframe()
+    under_way: list[tuple[FrameType, _Point]] = []
+    frame = inspect.currentframe()
     while frame is not None:
         point = _POINTS.get((id(frame.f_code), frame.f_lasti)) or _pointed(frame)
+        if point.function is not None:
+            under_way.append((frame, point))
+        frame = None if point.is_outermost else frame.f_back
+    if not any(point.may_set and _may_foretell(frame, point.calls) for frame, point in under_way):  # most models' way
+        return {}
+    rest = _Rest(strangers)
+    for frame, point in under_way:
         if point.function is not None and (point.may_set or rest.sets):
             rest.resume(frame, point.function, point.at)
-        if point.is_outermost:
-            break
-        frame = frame.f_back
     return {key: one for key, one in rest.sets.items() if one[2] is not _UNKNOWN}
 
 
@@ -106,6 +111,9 @@ class _Point(NamedTuple):
     """Line and column."""
     may_set: bool
     """Whether it may set something after that."""
+    calls: frozenset[tuple[str, str]] | None
+    """What of that may be worked out: names of its variables, and of methods that it calls of what they hold; None
+    where it sets something itself."""
     is_outermost: bool
 
 
@@ -119,7 +127,8 @@ def _pointed(frame: FrameType) -> _Point:
     function = None if module.partition(".")[0] in _FOREIGN else _function_of(code)
     at = None if function is None else _position(code, instruction)
     may_set = function is not None and _may_set_after(function, at)
-    found = _Point(code, function, at, may_set, (module, code.co_name) in _OUTERMOST)
+    calls = frozenset[tuple[str, str]]() if function is None or at is None else _calls_in(_left_of(function, at))
+    found = _Point(code, function, at, may_set, calls, (module, code.co_name) in _OUTERMOST)
     if len(_POINTS) >= _MAX_POINTS:
         _POINTS.clear()
     _POINTS[id(code), instruction] = found
@@ -149,6 +158,52 @@ def _function_of(code: CodeType) -> ast.FunctionDef | None:
     found = _functions_in(code.co_filename).get(code.co_firstlineno, [])
     matching = [node for node in found if node.name == code.co_name]
     return matching[0] if len(matching) == 1 else None
+
+
+def _calls_in(steps: Sequence[Step]) -> frozenset[tuple[str, str]] | None:
+    """See `_Point.calls`. What is forgotten is left out: nothing that it sets is known, nor any variable."""
+    found, lost, assigned = set[tuple[str, str]](), set[str](), set[str]()
+    for do, step in steps:
+        if do is _Rest.lost or do is _Rest.returns:  # nothing after that is known
+            break
+        worked_out = list(_worked_out_of(step)) if do is _Rest.statement else []
+        for one in worked_out:
+            if isinstance(one, (ast.Attribute, ast.Subscript)) and not isinstance(one.ctx, ast.Load):
+                return None
+            if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute):
+                holder = one.func.value
+                if not isinstance(holder, ast.Name) or holder.id in assigned:
+                    return None
+                if holder.id not in lost:
+                    found.add((holder.id, one.func.attr))
+        assigned |= _variables_set(worked_out)
+        lost |= _variables_set(ast.walk(step)) - assigned
+    return frozenset(found)
+
+
+def _worked_out_of(one: ast.AST) -> Iterator[ast.AST]:
+    """The parts of a statement that `_Rest.statement` does not forget."""
+    if isinstance(one, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.Return)):
+        yield from ast.walk(one)
+    elif isinstance(one, (ast.If, ast.With, ast.Try)):
+        if isinstance(one, ast.If):
+            yield from ast.walk(one.test)
+        for name in ("body", "orelse", "finalbody"):
+            for each in getattr(one, name, ()):
+                yield from _worked_out_of(each)
+
+
+def _variables_set(parts: Iterable[ast.AST]) -> set[str]:
+    return {one.id for one in parts if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
+
+
+def _may_foretell(frame: FrameType, calls: frozenset[tuple[str, str]] | None) -> bool:
+    """Whether one of these methods may be gone into, as the variables are now."""
+    if not calls:
+        return calls is None
+    names, known = frame.f_locals, frame.f_globals
+    holders = ((type(names.get(name, known.get(name))), method) for name, method in calls)
+    return any(isinstance(_in_class(cls, method), FunctionType) for cls, method in holders)
 
 
 def _may_set_after(function: ast.FunctionDef, at: tuple[int, int] | None) -> bool:
