@@ -87,11 +87,15 @@ def foretold(strangers: Collection[int] = ()) -> Foretold:
     """
     under_way: list[tuple[FrameType, _Point]] = []
     frame = inspect.currentframe()
+    frame = frame and frame.f_back  # not this one, where the instruction is another each time it is asked
     while frame is not None:
-        point = _POINTS.get((id(frame.f_code), frame.f_lasti)) or _pointed(frame)
-        if point.function is not None:
-            under_way.append((frame, point))
-        frame = None if point.is_outermost else frame.f_back
+        if (id(frame.f_code) << 32) + frame.f_lasti not in _PASSED_BY:
+            point = _POINTS.get((id(frame.f_code), frame.f_lasti)) or _pointed(frame)
+            if point.function is not None:
+                under_way.append((frame, point))
+            if point.is_outermost:
+                break
+        frame = frame.f_back
     if not any(point.may_set and _may_foretell(frame, point.calls) for frame, point in under_way):  # most models' way
         return {}
     rest = _Rest(strangers)
@@ -120,6 +124,8 @@ class _Point(NamedTuple):
 _POINTS: dict[tuple[int, int], _Point] = {}
 """What was asked for before, by the id of the code, which is kept: every forward that ends early asks for the same, and
 to hash code is to go through all that is in it."""
+_PASSED_BY: set[int] = set()
+"""Of these the many that are no function of the user's: to fetch no more than that of each is quicker."""
 
 
 def _pointed(frame: FrameType) -> _Point:
@@ -131,7 +137,10 @@ def _pointed(frame: FrameType) -> _Point:
     found = _Point(code, function, at, may_set, calls, (module, code.co_name) in _OUTERMOST)
     if len(_POINTS) >= _MAX_POINTS:
         _POINTS.clear()
+        _PASSED_BY.clear()
     _POINTS[id(code), instruction] = found
+    if function is None and not found.is_outermost:
+        _PASSED_BY.add((id(code) << 32) + instruction)
     return found
 
 

@@ -87,25 +87,10 @@ class _Words:
         """All from the first to the last of them; only where they lie is it ever looked at."""
 
     def now(self) -> bytes:
-        return self._memory.take(self._places).tobytes()
+        return self._memory[self._places].tobytes()
 
 
 _WORD = ctypes.sizeof(ctypes.c_uint64)
-
-
-class _Views:
-    """Views of containers, with the objects that they went through."""
-
-    def __init__(self, views: Sequence[Any]) -> None:
-        self._views = views
-        self._lengths = list(map(len, views))
-        self._filled = [view for view in views if len(view)]
-        self._parts = tuple(itertools.chain.from_iterable(self._filled))
-
-    def is_still(self) -> bool:
-        return list(map(len, self._views)) == self._lengths and are_same_objects(
-            tuple(itertools.chain.from_iterable(self._filled)), self._parts
-        )
 
 
 class Glance:
@@ -133,7 +118,11 @@ class Glance:
         at = {id(table): k for k, table in enumerate((table for table in dicts if table is not None), len(addresses))}
         self._passing = np.array([at[id(table)] for table in passing if id(table) in at], dtype=np.intp)
         rest = [one for one, table in zip(seen, dicts, strict=True) if table is None]
-        self._views = _Views([view for one in rest for view in one.place.views() or ()])
+        self._views = [view for one in rest for view in one.place.views() or ()]
+        """Of containers, with the objects that they go through."""
+        self._lengths = list(map(len, self._views))
+        self._filled = [view for view in self._views if len(view)]
+        self._parts = tuple(itertools.chain.from_iterable(self._filled))
         self._tensors = [tensor for one in seen for _, tensor in one.tensors]
         self._versions = [number for one in seen for number in one.versions]
 
@@ -141,7 +130,9 @@ class Glance:
         """Whether all hold the very same objects, and tensors and arrays in them the same values."""
         if self._owners and not are_same_objects(tuple(map(vars, self._owners)), self._tables):
             return False
-        if not self._views.is_still():
+        if self._views and list(map(len, self._views)) != self._lengths:
+            return False
+        if self._parts and not are_same_objects(tuple(itertools.chain.from_iterable(self._filled)), self._parts):
             return False
         now = self._words.now()
         if now != self._known:

@@ -85,7 +85,8 @@ def _look(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...] | None
         shape, stride = sizes(tensor), None
     else:
         shape, stride = tuple(tensor.shape), tensor.stride() if tensor.layout is torch.strided else None
-    return shape, stride, dtype_name(tensor.dtype), tensor.device.type, tensor.requires_grad
+    device = "cpu" if tensor.is_cpu else "cuda" if tensor.is_cuda else tensor.device.type  # the last takes longest
+    return shape, stride, dtype_name(tensor.dtype), device, tensor.requires_grad
 
 
 @functools.cache

@@ -50,29 +50,34 @@ def random_marks() -> tuple[Any, ...]:
     words = _words_of_numpy(_NUMPY._bit_generator)
     if words is None or _PYTHON is None or _NUMPY_NORMAL is None:
         return random_states()
-    return _PYTHON[0], _PYTHON[1], _GENERATOR.gauss_next, words[0], words[624], _NUMPY_NORMAL[0]
+    return _PYTHON.tobytes(), _GENERATOR.gauss_next, words.tobytes(), _NUMPY_NORMAL.tobytes()
 
 
-def _words_of_python() -> Any:
-    """Where CPython keeps the position and the words of `random`'s own generator; None where they are not there."""
+def _words_of_python() -> memoryview | None:
+    """Where CPython keeps the position and first word of `random`'s own generator; None where they are not there."""
     generator = _GENERATOR
     size = object.__basicsize__ + 625 * ctypes.sizeof(ctypes.c_uint32)
     if sys.implementation.name != "cpython" or _random.Random.__basicsize__ < size:
         return None
     found = (ctypes.c_uint32 * 625).from_address(id(generator) + object.__basicsize__)
     words = generator.getstate()[1]
-    return found if tuple(found) == (words[-1], *words[:-1]) else None
+    return _view(found)[:2] if tuple(found) == (words[-1], *words[:-1]) else None
 
 
 @functools.lru_cache(maxsize=1)
-def _words_of_numpy(bits: Any) -> Any:
-    """Where NumPy keeps the words of its global generator, and its position after them; None if it is another kind."""
+def _words_of_numpy(bits: Any) -> memoryview | None:
+    """Where NumPy keeps the first word of its global generator, and its position after all 624 of them; None if it is
+    another kind."""
     if not isinstance(bits, np.random.MT19937):
         return None
-    return (ctypes.c_uint32 * 625).from_address(bits.ctypes.state_address)
+    return _view((ctypes.c_uint32 * 625).from_address(bits.ctypes.state_address))[::624]
 
 
-def _normal_of_numpy() -> Any:
+def _view(words: Any) -> memoryview:
+    return memoryview(words).cast("B").cast("I")
+
+
+def _normal_of_numpy() -> memoryview | None:
     """Where NumPy's global generator says whether it keeps a normal number: found in one like it, by the number."""
     like = np.random.RandomState(0)
     size = type(like).__basicsize__
@@ -90,7 +95,7 @@ def _normal_of_numpy() -> Any:
         seen.append(flag.value)
     if seen != [1, 0, 1, 0]:
         return None
-    return (ctypes.c_int * 1).from_address(id(_NUMPY) + offset)
+    return _view((ctypes.c_uint32 * 1).from_address(id(_NUMPY) + offset))
 
 
 _PYTHON, _NUMPY_NORMAL = _words_of_python(), _normal_of_numpy()

@@ -68,7 +68,9 @@ class Slice(Part):
         """
         walk = Walk(self, received or {}, meter)
         if self.stage:
-            args, kwargs = map_tensors((args, dict(kwargs)), copied if walk.inputs_written else _alias)
+            mine = copied if walk.inputs_written else _alias
+            args = tuple([map_tensors(value, mine) for value in args])
+            kwargs = {name: map_tensors(value, mine) for name, value in kwargs.items()}
         walk.note_inputs((args, kwargs))
         output: Any = None
         ended_early = False

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -80,11 +78,11 @@ def exchange(first: torch.Tensor, second: torch.Tensor) -> None:
     first.__dict__, second.__dict__ = second.__dict__, first.__dict__
 
 
-@contextmanager
-def unrecorded() -> Iterator[None]:
+class unrecorded:
     """Inside: torch.profiler sees no operations, so that it keeps no weak references to the tensors made."""
-    torch._C._autograd._enable_record_function(False)
-    try:
-        yield
-    finally:
+
+    def __enter__(self) -> None:
+        torch._C._autograd._enable_record_function(False)
+
+    def __exit__(self, *error: object) -> None:
         torch._C._autograd._enable_record_function(True)

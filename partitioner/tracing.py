@@ -414,8 +414,10 @@ def _watched_apply(function: type[torch.autograd.Function], *args: Any, **kwargs
 
 
 def applied(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """`function.apply(*args)`, of which nobody is told."""
-    return _apply.__get__(None, function)(*args)
+    """`function.apply(*args)`, of which nobody is told; `function` sets its context up in its forward."""
+    if torch._C._are_functorch_transforms_active():
+        return _apply.__get__(None, function)(*args)
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
 def _watched_script(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -609,27 +611,18 @@ def watching(watcher: Watcher) -> Iterator[None]:
     with nullcontext() if any(calls is watcher.calls for calls in here.held) else held(watcher.calls, watcher.placing):
         _patch.watchers.append(watcher)
         here.watcher = here.started = watcher
+        dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")  # None where nothing is compiled
         try:
-            with _eager(), watcher.functions:
+            if dynamo is not None:  # what torch.compile has wrapped runs as it was written, so that it is seen
+                here.stance = dynamo._set_stance(dynamo.DynamoStance("force_eager"))
+            with watcher.functions:
                 yield
         finally:
+            if here.stance is not None:
+                dynamo._set_stance(here.stance)
+                here.stance = None
             here.watcher = here.started = None
             _patch.watchers.remove(watcher)
-
-
-@contextmanager
-def _eager() -> Iterator[None]:
-    """Inside: functions that torch.compile has wrapped run as they were written, so that they are seen."""
-    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
-    if dynamo is None:  # nothing is compiled
-        yield
-        return
-    _current.here.stance = dynamo._set_stance(dynamo.DynamoStance("force_eager"))
-    try:
-        yield
-    finally:
-        dynamo._set_stance(_current.here.stance)
-        _current.here.stance = None
 
 
 class unwatched:

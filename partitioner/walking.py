@@ -8,11 +8,10 @@ the next stage's layer    end the forward; collect what later stages need
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -640,15 +639,6 @@ class Walk(Watcher):
                 exchange(alias, old)
                 self.swapped.append((alias, old))
 
-    @contextlib.contextmanager
-    def as_called(self) -> Iterator[None]:
-        """Gradients are as they were when the forward was called."""
-        if not self.has_gradients or torch.is_grad_enabled():
-            yield
-            return
-        with torch.inference_mode(False), torch.enable_grad():
-            yield
-
     def begin(self) -> None:
         """The stage's own part starts: put in what was received, wherever the stand-ins have got to."""
         if self.local:
@@ -657,7 +647,8 @@ class Walk(Watcher):
             entry = self.log[self.position]
             raise self.other_way("ends", f"ran {entry.name} ({entry.moment})")
         self.local = True
-        with torch._C.DisableTorchFunction(), unrecorded(), self.as_called():
+        switched_off = self.has_gradients and not torch.is_grad_enabled()
+        with torch._C.DisableTorchFunction(), unrecorded(), as_called() if switched_off else nullcontext():
             around = {}
             if self.meter is not None:
                 around = {name: tensor for name, tensor in self.named.items() if not isinstance(tensor, StandIn)}
@@ -721,11 +712,12 @@ class Walk(Watcher):
         Where the forward took another way than the captured one, or is over already, all that is alive goes along:
         something there takes the place of what was captured.
         """
-        self.strayed |= ended_early or any(self.real(name) is None for name in self.part.wanted)
+        here = {name: tensor for name in self.part.wanted if (tensor := self.real(name)) is not None}
+        self.strayed |= ended_early or len(here) < len(self.part.wanted)
         self.inputs_written |= self.inputs_were_written()
         sends = {}
         for target, route in self.part.routes.items():
-            found = {name: tensor for name in route if (tensor := self.real(name)) is not None}
+            found = {name: here[name] for name in route if name in here}
             if self.strayed:
                 known = {id(tensor) for tensor in found.values()}
                 for name, tensor in self.survivors.items():
@@ -747,6 +739,13 @@ class Walk(Watcher):
         """The tensor of that name, if it is here and has values."""
         tensor = self.named.get(name, self.survivors.get(name))
         return None if isinstance(tensor, StandIn) else tensor
+
+
+@contextmanager
+def as_called() -> Iterator[None]:
+    """Inside: there are gradients, as when the forward was called."""
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
 
 
 class _Received(torch.autograd.Function):

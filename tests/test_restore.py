@@ -162,7 +162,7 @@ def test_marks_change_with_every_draw(draw: Callable[[], object]) -> None:
         assert random_marks() == before
         draw()
         assert random_marks() != before
-    assert len(random_marks()) == 6
+    assert len(random_marks()) == 4
 
 
 def test_what_a_closure_counts_and_where_an_iterator_is_are_given_back() -> None:
