@@ -15,8 +15,8 @@ Statistics), on the clock and in seconds of this process on the processor: turns
 what they do to caches does. Memory that was freed stays with the process where its allocator is glibc's: else the
 kernel clears up to 100 MiB of pages again for whichever forward comes after one that gave much back, by chance.
 
-With `--width 48 --length 4 --rounds 300` nearly all is Python, so that `fixed` is known to 0.1 ms on a busy machine too: that
-is of warm caches, and about half of what it is where the layers are large and empty them.
+With `--width 48 --length 4 --rounds 300` nearly all is Python, so that `fixed` is known to 0.1 ms on busy machines too:
+that is of warm caches, and about half of what it is where the layers are large and empty them.
 """
 
 from __future__ import annotations
