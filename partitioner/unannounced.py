@@ -7,12 +7,15 @@ Followed from the modules' forward and hooks, by name alone; see `running`.
 
 from __future__ import annotations
 
+import os
+import sysconfig
 from collections.abc import Iterable
+from types import FunctionType
 from typing import Any
 
 from torch import nn
 
-from partitioner.running import Running, names_of
+from partitioner.running import Running, is_foreign, names_of
 
 _PAST_VERSIONS = frozenset(
     {
@@ -39,5 +42,13 @@ _PAST_VERSIONS = frozenset(
 
 def may_write_unannounced(model: nn.Module, objects: Iterable[Any] = ()) -> bool:
     """Whether code that the model's forward leads to names one of the ways. `objects`: others that it uses."""
-    functions = Running(model, objects).functions()
+    functions = (one for one in Running(model, objects).functions() if not _is_pythons(one))
     return any(not names_of(function.__code__).isdisjoint(_PAST_VERSIONS) for function in functions)
+
+
+def _is_pythons(function: FunctionType) -> bool:
+    """Whether it is of Python's own library, whose `data` are no tensor's; not of a file of the user's called alike."""
+    return is_foreign(function.__module__ or "") and function.__code__.co_filename.startswith(_LIBRARY)
+
+
+_LIBRARY = os.path.join(sysconfig.get_paths()["stdlib"], "")

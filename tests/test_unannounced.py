@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from in_flight import worst_in_flight
-from models import Case
+from models import Case, build
 from odd_glue_models import Stack, rows
 from odd_models import D, lin, squares
 from torch import nn
@@ -309,3 +309,9 @@ def test_a_kept_view_of_a_buffer_is_the_buffers_on_every_stage() -> None:
     model = nn.Sequential(first, lin(), Row(first.table[1]))
     captured = capture(model, (torch.randn(2, D),), max_share=0.0)
     assert [one.layers[-1] for one in captured.buffers] == ["2"]
+
+
+def test_pythons_own_library_is_not_taken_for_code_that_writes_into_tensors() -> None:
+    """`re`, to which settings of Hugging Face's models lead, has attributes that are called `data`."""
+    model = build("gpt2", layers=1).model
+    assert not may_write_unannounced(model, [model.config, model.generation_config])
