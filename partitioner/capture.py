@@ -1094,14 +1094,25 @@ class _Chooser:
         )
 
     def own_unused(self, owners: dict[int, set[int]]) -> None:
-        """A parameter that was not used belongs to the layer after which its module stands, should it be called yet."""
+        """A parameter that was not used belongs to the layers of those in whose place it may be used.
+
+        Those are entries of the same dict under other keys (`adapters["b"][0]` where `adapters["a"][0]` was used), or
+        the others of a ParameterDict or ParameterList. Without such, to the layer after which its module stands.
+        """
+        model = self.recording.model
+        modules = dict(model.named_modules())
+        used = {
+            name: owners[id(one)] for name, one in model.named_parameters(remove_duplicate=False) if owners[id(one)]
+        }
         last_call = {self.nodes[number].path: k for k, number in enumerate(self.chosen)}
         before = 0
-        for path, module in self.recording.model.named_modules():
+        for path, module in modules.items():
             before = last_call.get(path, before)
-            for parameter in module._parameters.values():
+            for key, parameter in module._parameters.items():
                 if parameter is not None and not owners[id(parameter)]:
-                    owners[id(parameter)].add(before)
+                    others = _others_like(f"{path}.{key}" if path else key, modules)
+                    alike = [used[name] for name in others if name in used]
+                    owners[id(parameter)] |= set().union(*alike) if alike else {before}
 
     def keys(self) -> list[tuple[str, float]]:
         kernels = self.recording.kernels
@@ -1118,3 +1129,14 @@ class _Chooser:
             digest = hashlib.sha256(f"{state}\n{text}".encode()).hexdigest()[:16]
             found.append((digest, sum(flops for _, flops, _ in mine)))
         return found
+
+
+def _others_like(name: str, modules: Mapping[str, nn.Module]) -> Iterator[str]:
+    """What a parameter would be called under other keys of the dicts that it is in."""
+    parts = name.split(".")
+    for k, part in enumerate(parts):
+        around = modules[".".join(parts[:k])]
+        if isinstance(around, nn.ModuleDict):
+            yield from (".".join([*parts[:k], key, *parts[k + 1 :]]) for key in around if key != part)
+        elif isinstance(around, (nn.ParameterDict, nn.ParameterList)):
+            yield from (".".join([*parts[:k], key]) for key in around._parameters if key != part)

@@ -76,6 +76,7 @@ class Sinks(NamedTuple):
 
 
 _UNKNOWN: Any = object()
+_SOMEWHERE = "(by another name)"
 NONE = Sinks(frozenset(), frozenset())
 
 
@@ -354,25 +355,18 @@ class _Writes:
         self._added: set[str] = set()
         self._foreign: set[str] = set()
 
-    def put(self, target: ast.expr, is_new: bool) -> None:
+    def put(self, where: str, is_new: bool) -> None:
         if not is_new:
-            self._foreign.add(_name_of(target))
+            self._foreign.add(where)
 
-    def add(self, target: ast.expr) -> None:
-        self._added.add(_name_of(target))
-
-    def take(self, is_new: bool) -> None:
-        if not is_new:
-            self._foreign.add("[]")
+    def add(self, where: str) -> None:
+        self._added.add(where)
 
     def check(self) -> None:
         is_missing = (self.needs_more and self.grows) or (self.needs_what_is_there and self.shrinks)
-        if self._added & self._foreign or is_missing:
+        both = self._added, self._foreign
+        if is_missing or self._added & self._foreign or (all(both) and any(_SOMEWHERE in some for some in both)):
             raise _Leak
-
-
-def _name_of(target: ast.expr) -> str:
-    return target.attr if isinstance(target, ast.Attribute) else "[]"
 
 
 class _Flow:
@@ -535,7 +529,7 @@ class _Flow:
                 self._expression(target.slice, decided)
             if self._is_tainted(target.value):
                 self._writes.grows |= isinstance(target, ast.Subscript)
-                self._writes.put(target, self._is_new(value))
+                self._writes.put(self._where(target), self._is_new(value))
             elif dirty or self._is_tainted(target):
                 raise _Leak
 
@@ -554,7 +548,7 @@ class _Flow:
                 raise _Leak
         elif self._is_tainted(target.value):
             self._needs(target)
-            self._writes.add(target)
+            self._writes.add(self._where(target))
         elif dirty or self._is_tainted(target):
             raise _Leak
 
@@ -619,6 +613,18 @@ class _Flow:
             self._needs(node)
         if isinstance(node, ast.Call):
             self._call(node, decided)
+
+    def _where(self, node: ast.expr) -> str:
+        """What a part of the sink is called: by the attribute that it is, or is in."""
+        if isinstance(node, ast.Attribute):
+            return node.attr
+        if isinstance(node, ast.Subscript) and not isinstance(node.value, ast.Subscript):
+            return f"{self._where(node.value)}[]"
+        if isinstance(node, ast.Subscript):
+            return self._where(node.value)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            return f"{self._where(node.func.value)}[]"
+        return "" if self._is_root(node) else _SOMEWHERE
 
     def _is_other(self, func: ast.expr) -> TypeGuard[ast.Attribute]:
         """Whether what is called has the sink's name only: a dict `log` is not what `x.log()` calls."""
@@ -692,7 +698,7 @@ class _Flow:
             self._writes.grows |= func.attr in _TAKING
             self._writes.shrinks |= func.attr in _RAISING or func.attr == "clear"
             if func.attr in _TAKING:
-                self._writes.take(all(map(self._is_new, given)))
+                self._writes.put(f"{self._where(func.value)}[]", all(map(self._is_new, given)))
         elif isinstance(func, ast.Name) and func.id not in self._space and func.id not in self._given:
             if func.id not in _PURE and dirty:
                 raise _Leak

@@ -539,3 +539,33 @@ def test_what_is_given_away_is_written_into_and_other_payloads_stay_as_they_are(
         for name, parameter in model.named_parameters():
             stage = 0 if name.startswith("a") else 1
             assert torch.equal(slices[stage].model.get_parameter(name).grad, parameter.grad), (given_away, name)
+
+
+class ByTask(nn.Module):
+    """Adapters in dicts, of one task in each batch: those of others belong to where these would be used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        shifts = {f"{task}_{k}": nn.Parameter(torch.randn(6)) for k in range(4) for task in ("old", "new", "both")}
+        self.shifts = nn.ParameterDict(shifts)
+        self.scales = nn.ModuleDict({task: nn.ModuleList(nn.Linear(6, 6) for _ in range(4)) for task in ("old", "new")})
+
+    def forward(self, x: torch.Tensor, task: str) -> torch.Tensor:
+        for k, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x) + self.shifts[f"{task}_{k}"])
+            x = x + self.scales[task][k](x)
+        return x
+
+
+def test_adapters_of_another_task_are_where_those_of_this_one_are() -> None:
+    torch.manual_seed(0)
+    case = Case(ByTask(), (torch.randn(4, 6), "old"), loss_fn=lambda output, _: output.square().mean())
+    captured = capture(case.model, case.args, case.kwargs, max_share=0.0)
+    cuts = possible_cuts(captured)
+    assert len(cuts) == 7
+    for task in ("old", "new"):
+        other = dataclasses.replace(case, args=(case.args[0], task))
+        for cut in cuts:
+            worst, where = difference(run_whole(other), run_cut(other, captured, split(captured, [cut])))
+            assert worst == 0.0, (task, cut, where)
