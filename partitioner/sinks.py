@@ -22,16 +22,17 @@ import statistics
 import textwrap
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
+import torch
 from torch import nn
 
 from partitioner.restore import hooks_of
 from partitioner.running import Running, functions_behind, is_foreign, is_installed, names_of
-from partitioner.structures import is_python_class
+from partitioner.structures import PLAIN, is_python_class, storage_of
 
 _CONTAINERS: dict[type, frozenset[str]] = {
     kind: frozenset(dir(kind)) for kind in (list, dict, set, deque, defaultdict, Counter, OrderedDict)
@@ -39,6 +40,8 @@ _CONTAINERS: dict[type, frozenset[str]] = {
 """Of these every method works on the container alone."""
 _OF_CONTAINERS = frozenset().union(*_CONTAINERS.values()) - {"sort"}  # which may call something
 _TAKING = frozenset({"append", "appendleft", "add", "extend", "insert", "setdefault", "update", "extendleft"})
+_TELLING = frozenset({"get", "items", "keys", "values", "copy", "count", "index"})
+"""Methods of containers that change nothing."""
 _RAISING = frozenset({"pop", "popleft", "popitem", "remove", "index"})
 """What fails where something is not there."""
 _OF_NUMBERS = frozenset(
@@ -75,6 +78,7 @@ class Sinks(NamedTuple):
     slots: frozenset[tuple[int, Any]]
 
 
+_MAX_INSIDE = 10_000
 _UNKNOWN: Any = object()
 _SOMEWHERE = "(by another name)"
 NONE = Sinks(frozenset(), frozenset())
@@ -98,7 +102,7 @@ def sinks_among(
     modules = list(loss.modules()) if isinstance(loss, nn.Module) else []
     hooks = [hook for one in model.parameters() for table in hooks_of(one) for hook in table.values()]
     more = [*more, *modules, *hooks, *([loss] if callable(loss) else [])]
-    judge = _Judge(model, more)
+    judge = _Judge(model, more, holders)
     if judge.is_open:
         return NONE, {}
     found = {key for key, value in candidates.items() if judge.is_sink(value, holders[key])}
@@ -151,7 +155,9 @@ class _Leak(Exception):
 class _Judge:
     """Tells sinks from the code of one model."""
 
-    def __init__(self, model: nn.Module, more: Sequence[Any]) -> None:
+    def __init__(self, model: nn.Module, more: Sequence[Any], holders: Mapping[int, Sequence[Holder]]) -> None:
+        self._holders = holders
+        self._memory = {storage_of(one) for one in (*model.parameters(), *model.buffers())}
         running = Running(model, more, implicit=True)
         self._functions = list(running.functions())
         self._classes = list(running.classes)
@@ -241,9 +247,32 @@ class _Judge:
                 if variables or not names.isdisjoint(keys):
                     self._check(function, value, keys, variables, writes)
             writes.check()
+            if writes.is_deep and self._holds_others(value):
+                return False
         except _Leak:
             return False
         return True
+
+    def _holds_others(self, value: Any) -> bool:
+        """Whether something that may change is in it which others hold as well."""
+        inside: dict[int, Any] = {}
+        waiting = [value]
+        while waiting:
+            one = waiting.pop()
+            if isinstance(one, nn.Module) or (isinstance(one, torch.Tensor) and storage_of(one) in self._memory):
+                return True
+            if isinstance(one, (*PLAIN, torch.Tensor)) or _is_code(one) or id(one) in inside:
+                continue
+            inside[id(one)] = one
+            if len(inside) > _MAX_INSIDE:
+                return True
+            if isinstance(one, dict):
+                waiting += one.values()
+            elif isinstance(one, (list, tuple, set, deque)):
+                waiting += one
+            waiting += vars(one).values() if hasattr(one, "__dict__") else []
+        others = (holder for key in inside if key != id(value) for holder in self._holders.get(key, ()))
+        return any(id(holder.owner) not in inside for holder in others)
 
     def _variables(self, function: FunctionType, value: Any) -> set[str]:
         """Names of outer variables and globals that stand for it."""
@@ -345,27 +374,34 @@ class _Judge:
 class _Writes:
     """What is put into a sink.
 
-    An attribute that holds somebody else's tensor must not be added to in place; and what is taken by its key has to be
-    there on each rank, also where another stage's layers have put it in.
+    What is somebody else's must not be changed there: a tensor that is added to in place, a module that has come into a
+    list. And what is taken by its key has to be there on each rank, also where another stage's layers have put it in.
     """
 
     def __init__(self) -> None:
         self.functions: set[tuple[Any, bool]] = set()
         self.grows = self.shrinks = self.needs_what_is_there = self.needs_more = False
-        self._added: set[str] = set()
-        self._foreign: set[str] = set()
+        self.is_deep = False
+        """Whether things are changed that it holds, not only itself."""
+        self._foreign: set[tuple[str, bool]] = set()
+        self._changed: set[tuple[str, bool]] = set()
 
-    def put(self, where: str, is_new: bool) -> None:
-        if not is_new:
-            self._foreign.add(where)
+    def put(self, where: str, is_tensor: bool) -> None:
+        """Something of others is held there."""
+        self._foreign.add((where, is_tensor))
 
-    def add(self, where: str) -> None:
-        self._added.add(where)
+    def change(self, where: str, by_method: bool) -> None:
+        """What is held there changes; `by_method`: as tensors do not, by a method of a container or class."""
+        self.is_deep = True
+        self._changed.add((where, by_method))
 
     def check(self) -> None:
         is_missing = (self.needs_more and self.grows) or (self.needs_what_is_there and self.shrinks)
-        both = self._added, self._foreign
-        if is_missing or self._added & self._foreign or (all(both) and any(_SOMEWHERE in some for some in both)):
+        if is_missing or any(
+            (one == other or _SOMEWHERE in one or _SOMEWHERE in other) and not (is_tensor and by_method)
+            for one, is_tensor in self._foreign
+            for other, by_method in self._changed
+        ):
             raise _Leak
 
 
@@ -461,9 +497,10 @@ class _Flow:
             self._nested(node, decided)
         elif isinstance(node, ast.Delete):
             for target in node.targets:
-                inside = isinstance(target, ast.Subscript) and self._is_tainted(target.value)
-                self._writes.shrinks |= inside
-                if not inside and (decided or self._is_tainted(target)):
+                if isinstance(target, ast.Subscript) and self._is_tainted(target.value):
+                    self._writes.shrinks = True
+                    self._change(target.value, False)
+                elif decided or self._is_tainted(target):
                     raise _Leak
         elif not isinstance(node, (ast.Pass, ast.Global, ast.Nonlocal, ast.Import, ast.ImportFrom)) and (
             decided or self._is_tainted(node)
@@ -529,7 +566,8 @@ class _Flow:
                 self._expression(target.slice, decided)
             if self._is_tainted(target.value):
                 self._writes.grows |= isinstance(target, ast.Subscript)
-                self._writes.put(self._where(target), self._is_new(value))
+                self._change(target.value, False)
+                self._put(self._where(target), value)
             elif dirty or self._is_tainted(target):
                 raise _Leak
 
@@ -548,7 +586,8 @@ class _Flow:
                 raise _Leak
         elif self._is_tainted(target.value):
             self._needs(target)
-            self._writes.add(self._where(target))
+            self._change(target.value, False)
+            self._writes.change(self._where(target), False)
         elif dirty or self._is_tainted(target):
             raise _Leak
 
@@ -613,6 +652,15 @@ class _Flow:
             self._needs(node)
         if isinstance(node, ast.Call):
             self._call(node, decided)
+
+    def _put(self, where: str, value: ast.expr) -> None:
+        if not self._is_new(value):
+            is_call = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)
+            self._writes.put(where, is_call and value.func.attr in _OF_NUMBERS)  # type: ignore[attr-defined]
+
+    def _change(self, node: ast.expr, by_method: bool) -> None:
+        if not self._is_root(node):
+            self._writes.change(self._where(node), by_method)
 
     def _where(self, node: ast.expr) -> str:
         """What a part of the sink is called: by the attribute that it is, or is in."""
@@ -697,8 +745,10 @@ class _Flow:
                 raise _Leak
             self._writes.grows |= func.attr in _TAKING
             self._writes.shrinks |= func.attr in _RAISING or func.attr == "clear"
-            if func.attr in _TAKING:
-                self._writes.put(f"{self._where(func.value)}[]", all(map(self._is_new, given)))
+            if func.attr not in _OF_NUMBERS | _TELLING:
+                self._change(func.value, True)
+            for one in given if func.attr in _TAKING else []:
+                self._put(f"{self._where(func.value)}[]", one)
         elif isinstance(func, ast.Name) and func.id not in self._space and func.id not in self._given:
             if func.id not in _PURE and dirty:
                 raise _Leak

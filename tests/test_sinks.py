@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -96,6 +97,37 @@ class Asking(AverageMeter):
         val.resize(self.count)
 
 
+class Reaching(AverageMeter):
+    """Has a module of the model, and sets something there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(1, 1)
+
+    def update(self, val: float, n: int = 1) -> None:
+        self.count += 1
+        self.module.scale = self.count  # type: ignore[assignment]
+
+
+class ReachingWhatCame(AverageMeter):
+    """Sets something on what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: list[Any] = []
+
+    def update(self, val: Any, n: int = 1) -> None:
+        self.known.append(val)
+        for one in self.known:
+            one.scale = len(self.known)
+
+
+class WritingIntoWhatCame(AverageMeter):
+    def update(self, val: Any, n: int = 1) -> None:
+        self.val = val
+        self.val[0] = 1.0
+
+
 class Leaving(AverageMeter):
     """Whether the call is counted elsewhere depends on what it holds."""
 
@@ -120,7 +152,22 @@ class Fetching(AverageMeter):
         self.avg = self.mean
 
 
-@pytest.mark.parametrize("kind", [Steering, Mutating, Raising, Drawing, AddingToWhatCame, Asking, Leaving, Fetching])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Steering,
+        Mutating,
+        Raising,
+        Drawing,
+        AddingToWhatCame,
+        Reaching,
+        ReachingWhatCame,
+        WritingIntoWhatCame,
+        Asking,
+        Leaving,
+        Fetching,
+    ],
+)
 def test_a_meter_whose_update_does_more_is_no_sink(kind: Callable[[], AverageMeter]) -> None:
     assert sinks_of(Layer, kind()) == []
 
@@ -450,3 +497,54 @@ class Beginning(AverageMeter):
 )
 def test_what_is_taken_is_there_on_every_rank(layer: Any, kept: Any, found: list[str]) -> None:
     assert sinks_of(layer, kept) == found
+
+
+class Kept:
+    """A logger as people put it on hooks: by name, and counted."""
+
+    def __init__(self) -> None:
+        self.store: dict[str, Any] = {}
+        self.steps: dict[str, int] = defaultdict(int)
+
+    def hook(self, name: str) -> Callable[..., None]:
+        def keep(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+            self.store[name] = output.detach()
+            self.steps[name] += 1
+            if float(output.detach().max()) > 0.9:
+                self.store.setdefault("large", []).append(name)
+
+        return keep
+
+
+def test_a_logger_that_comes_on_hooks_is_a_sink() -> None:
+    model, logger = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), Kept()
+    reach = Reach(model, lambda path: 1 << int(path[:1] or 0))
+    for name, layer in model.named_children():
+        layer.register_forward_hook(logger.hook(name))
+    reach.look_at_hooks()
+    assert id(logger) in reach.sinks
+    assert not any(reach.places[id(logger)].readers_of(name) for name in ("store", "steps"))
+
+
+def test_what_others_hold_too_is_changed_for_them() -> None:
+    """The list that a recorder writes into is on the layers as well, which read it."""
+    shared: list[float] = []
+
+    class Recorder:
+        def __init__(self) -> None:
+            self.values = shared
+
+        def push(self, value: float) -> None:
+            self.values.append(value)
+
+    class Reader(Holding):
+        def __init__(self, meter: Any) -> None:
+            super().__init__(meter)
+            self.seen = shared
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.lin(x)
+            self.meter.push(float(x.mean()))
+            return x * len(self.seen)
+
+    assert sinks_of(Reader, Recorder()) == []
