@@ -117,6 +117,7 @@ def sinks_among(
         if not around:
             break
         found -= around
+    found &= judge.written
     others = ("dict", "sequence", "hook")
     slots = {(id(one.owner), one.key) for key in found for one in holders[key] if one.kind not in others}
     return Sinks(frozenset(found), frozenset(slots)), {key: candidates[key] for key in found}
@@ -157,6 +158,8 @@ class _Judge:
 
     def __init__(self, model: nn.Module, more: Sequence[Any], holders: Mapping[int, Sequence[Holder]]) -> None:
         self._holders = holders
+        self.written: set[int] = set()
+        """What code was seen to come to: only of that can be told what is done with it."""
         self._memory = {storage_of(one) for one in (*model.parameters(), *model.buffers())}
         running = Running(model, more, implicit=True)
         self._functions = list(running.functions())
@@ -239,6 +242,7 @@ class _Judge:
         cls: Any = type(value)
         try:
             writes = _Writes()
+            self.written |= {id(value)} if id(value) in self._bound else set()
             for method in self._bound.get(id(value), ()):
                 self._confine_function(functions_behind(method)[0], value, cls, writes, returning=False)
             for function in self._functions:
@@ -308,6 +312,8 @@ class _Judge:
                 return any(issubclass(holder, owner) for holder in keys[node.attr] for owner in owners)
             return True
 
+        if tree.name != "__init__" and any(is_root(one) for one in ast.walk(tree) if isinstance(one, ast.expr)):
+            self.written.add(id(value))
         _Flow(self, tree, space, is_root, value, type(value), writes).check()
 
     def confine(self, value: Any, cls: type | None, name: str, writes: _Writes) -> None:

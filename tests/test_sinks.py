@@ -548,3 +548,11 @@ def test_what_others_hold_too_is_changed_for_them() -> None:
             return x * len(self.seen)
 
     assert sinks_of(Reader, Recorder()) == []
+
+
+def test_what_no_code_is_seen_to_write_is_no_sink() -> None:
+    class Silent(Holding):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.lin(x)
+
+    assert sinks_of(Silent, AverageMeter()) == []
