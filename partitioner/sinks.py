@@ -55,6 +55,8 @@ _PURE = frozenset(
     "float int bool str len abs round max min sum sorted list dict tuple set frozenset range enumerate zip repr "
     "isinstance type id divmod pow any all print complex reversed".split()
 )
+_PASSING = frozenset("max min sorted list dict tuple set frozenset enumerate zip reversed".split())
+"""Of these the ones that give what they were given, or contain it."""
 _ANYTHING = frozenset({"vars", "eval", "exec", "locals", "globals", "__dict__", "attrgetter", "__getattribute__"})
 _BY_TEXT = frozenset({"getattr", "hasattr", "setattr", "delattr"})
 _OF_ARRAYS = frozenset(
@@ -157,7 +159,7 @@ class _Judge:
     """Tells sinks from the code of one model."""
 
     def __init__(self, model: nn.Module, more: Sequence[Any], holders: Mapping[int, Sequence[Holder]]) -> None:
-        self._holders = holders
+        self._holders, self._modules = holders, list(model.modules())
         self.written: set[int] = set()
         """What code was seen to come to: only of that can be told what is done with it."""
         self._memory = {storage_of(one) for one in (*model.parameters(), *model.buffers())}
@@ -256,6 +258,11 @@ class _Judge:
         except _Leak:
             return False
         return True
+
+    def is_plain(self, name: str) -> bool:
+        """Whether attributes of this name are numbers or texts on all modules that have one."""
+        held = [vars(module)[name] for module in self._modules if name in vars(module)]
+        return bool(held) and all(isinstance(one, PLAIN) for one in held)
 
     def _holds_others(self, value: Any) -> bool:
         """Whether something that may change is in it which others hold as well."""
@@ -440,6 +447,7 @@ class _Flow:
         self._given = {one.arg for one in ast.walk(tree.args) if isinstance(one, ast.arg)}
         self._not_new: set[str] = set(self._given)
         """Local names that may stand for something of others."""
+        self._numbers: set[str] = set()
         self._outer = {
             name for node in ast.walk(tree) if isinstance(node, (ast.Global, ast.Nonlocal)) for name in node.names
         }
@@ -479,6 +487,10 @@ class _Flow:
         elif isinstance(node, ast.For):
             self._expression(node.iter, decided)
             self._store(node.target, node.iter, decided)
+            if _is_call_of("enumerate", node.iter) and isinstance(node.target, ast.Tuple):
+                self._numbers |= {
+                    one.id for one in node.target.elts[:1] if isinstance(one, ast.Name) and self._is_set_once(one.id)
+                }
             self._block([*node.body, *node.orelse], decided or self._is_tainted(node.iter))
         elif isinstance(node, ast.With):
             for item in node.items:
@@ -611,16 +623,24 @@ class _Flow:
             return any(self._is_tainted(one) for one in sides if not self._is_root(one))
         return any(self._is_tainted(one) for one in ast.iter_child_nodes(node))
 
+    def _is_set_once(self, name: str) -> bool:
+        named = (one for one in ast.walk(self._tree) if isinstance(one, ast.Name) and one.id == name)
+        return name not in self._given and sum(isinstance(one.ctx, ast.Store) for one in named) == 1
+
     def _is_new(self, node: ast.expr) -> bool:
         """Whether it is a number, or a tensor or container made here."""
         if isinstance(node, ast.IfExp):
             return self._is_new(node.body) and self._is_new(node.orelse)
         if isinstance(node, ast.Name):
-            return node.id not in self._not_new and node.id not in self._outer and not self._is_global(node.id)
+            return node.id in self._numbers or (
+                node.id not in self._not_new and node.id not in self._outer and not self._is_global(node.id)
+            )
         if isinstance(node, ast.Call):
             if isinstance(node.func, ast.Name):
-                return node.func.id in _PURE - {"max", "min", "sorted", "list", "reversed"}
+                return node.func.id in _PURE - _PASSING
             return isinstance(node.func, ast.Attribute) and node.func.attr in _MAKING
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            return node.value.id not in self._space and self._judge.is_plain(node.attr)
         kinds = (ast.Constant, ast.BinOp, ast.UnaryOp, ast.Compare, ast.JoinedStr)
         if isinstance(node, (ast.List, ast.Tuple, ast.Set)):
             return all(map(self._is_new, node.elts))
@@ -790,8 +810,12 @@ def _text_of(node: ast.Attribute | ast.Subscript) -> str:
     return node.attr if isinstance(node, ast.Attribute) else ast.dump(node.slice)
 
 
+def _is_call_of(name: str, node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
+
+
 def _is_super(node: ast.expr) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super"
+    return _is_call_of("super", node)
 
 
 def _is_like(node: ast.expr, cls: type, space: dict[str, Any]) -> bool:
