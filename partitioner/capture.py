@@ -474,8 +474,11 @@ class _Chooser:
         """Calls that are not opened, whatever their share."""
         while True:
             self.take(self.choose(0, max_share, opened))
-            more = (self.around_collected() | self.returning_functions()) - opened
+            uneven = self.opened_at_another_call()
+            bare = {number for number in uneven if not self.nodes[number].children}
+            more = (self.around_collected() | self.returning_functions() | uneven - bare) - opened
             less = (self.around_state() | self.around_special()) - self.closed - opened
+            less |= self.calls_of({self.nodes[number].path for number in bare}) - self.closed
             if not more and not less:
                 return
             opened |= more
@@ -519,6 +522,14 @@ class _Chooser:
                 current = self.nodes[current].parent
         return {number for number in found if not self.nodes[number].whole}
 
+    def opened_at_another_call(self) -> set[int]:
+        """First calls chosen as layers, whose names stand for the module, where another of its calls is opened."""
+        opened = self.around()
+        return {n for n in self.chosen if self.nodes[n].id == self.nodes[n].path and self.nodes[n].path in opened}
+
+    def calls_of(self, paths: set[str]) -> set[int]:
+        return {number for number, node in enumerate(self.nodes) if node.path in paths}
+
     def returning_functions(self) -> set[int]:
         """Chosen calls to open, since they return a function: every rank makes its own by running their code."""
         return {n for n in self.chosen if self.nodes[n].returns_function and not self.nodes[n].whole}
@@ -531,8 +542,7 @@ class _Chooser:
             for when, number in uses:
                 is_small = number >= 0 and self.work(self.nodes[number]) <= MAX_CLOSED * self.total
                 if self.zone(when) < last and number in self.heads(when, number) and is_small:
-                    path = self.nodes[number].path
-                    found |= {other for other, node in enumerate(self.nodes) if node.path == path}
+                    found |= self.calls_of({self.nodes[number].path})
         return found
 
     def around_special(self) -> set[int]:
@@ -543,8 +553,7 @@ class _Chooser:
             if not info.sendable and not info.foreign and self.work(self.nodes[info.node]) <= MAX_CLOSED * self.total:
                 after = any(self.zone(when) > self.zone(info.made) for when, _ in info.uses)
                 if after and info.node in self.heads(info.made, info.node):
-                    path = self.nodes[info.node].path
-                    found |= {other for other, node in enumerate(self.nodes) if node.path == path}
+                    found |= self.calls_of({self.nodes[info.node].path})
         return found
 
     def heads(self, when: int, number: int) -> list[int]:

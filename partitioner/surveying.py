@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from partitioner.capture import Capture, CapturedLayer
+from partitioner.capture import Capture, CapturedLayer, CapturedTensor
 from partitioner.joining import base_name
 from partitioner.logbook import pickled
 from partitioner.parts import Payload
@@ -40,9 +40,16 @@ def survey(
     A group is consecutive layers that are to be a `Slice`, cut out with `alone`. Tensors are copies.
     """
     part = Slice(model, captured, {layer.id: 0 for layer in captured.layers}, 0, join=False)
+    place = {layer.id: k for k, layer in enumerate(captured.layers)}
+
+    def reads(names: Sequence[str], tensor: CapturedTensor) -> bool:
+        """Or may read: what it handed on as it was in the captured forward is read by others after it."""
+        start, hands_on = place[names[0]], not captured.passing.keys().isdisjoint(names)
+        crosses = place[tensor.producer] < start <= place[tensor.consumers[-1]]
+        return not set(names).isdisjoint(tensor.consumers) or (hands_on and crosses)
+
     needs = {
-        names[0]: [t.id for t in captured.tensors if t.producer not in names and set(names) & set(t.consumers)]
-        for names in groups
+        names[0]: [t.id for t in captured.tensors if t.producer not in names and reads(names, t)] for names in groups
     }
     if any(
         tensor.id[0] == "=" for tensor in captured.tensors
@@ -90,6 +97,7 @@ class _Surveyor(Walk):
         self.needs, self.needs_gradient = needs, needs_gradient
         self.payloads: dict[str, Payload] = {}
         self.places = {layer.id: k for k, layer in enumerate(layers)}
+        self.place = 0
 
     def changes(self, who: str, *, by_layer: bool = False) -> list[Change]:
         """Nothing is refused: here all layers are on one device."""
@@ -98,6 +106,9 @@ class _Surveyor(Walk):
     def layer(
         self, call_id: str, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        before, self.place = self.place, self.places.get(call_id, self.place)
+        if self.place < before:  # another order than when it was captured: other tensors may be read from here on
+            self.strayed = True
         if call_id in self.needs:
             with torch._C.DisableTorchFunction():
                 names = {base_name(name): self.needs_gradient[name] for name in self.needs[call_id]}

@@ -229,3 +229,28 @@ def left_out_by_a_function_imported_by_name() -> nn.Module:
             return x
 
     return Model()
+
+
+@odd
+def a_block_for_few_tokens_then_for_many() -> nn.Module:
+    """Of its two calls the second alone is a large share of the work."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.first, self.second = nn.LayerNorm(D), lin(), lin()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.second(torch.tanh(self.first(self.norm(x))))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.start, self.block, self.end = lin(), Block(), lin()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            region = self.block(self.start(x))
+            tokens = self.block(region[:, None] * torch.linspace(0.5, 1.5, 32)[:, None])
+            return self.end(region + tokens.mean(1))
+
+    return Model()

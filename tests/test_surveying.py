@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from models import build
 from side_by_side import quiet
+from torch import nn
 
-from partitioner.capture import capture
+from partitioner.capture import capture, fate
 from partitioner.slicing import Slice
 from partitioner.surveying import alone, survey
 
@@ -38,3 +39,22 @@ def test_layers_that_are_to_run_together_receive_what_any_of_them_needs() -> Non
     seen = survey(case.model, captured, [ids[first : last + 1]], case.args, {})
     part = Slice(case.model, captured, alone(captured, ids[first], ids[last]), 1, join=False)
     assert part.run(case.args, {}, {0: seen.payloads[ids[first]]}).sends[2].tensors
+
+
+class Grey(nn.Module):
+    """As an augmentation that now and then does something."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean(1, keepdim=True).expand_as(x) if torch.rand(1) < 0.2 else x
+
+
+def test_a_layer_receives_what_it_handed_on_unread_when_captured() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), Grey(), nn.Linear(4, 4)), torch.randn(2, 4)
+    with fate(model, 0.9):
+        captured = capture(model, (x,), max_share=0.0)
+    assert captured.passing == {"1": 1}
+    with fate(model, 0.1):
+        seen = survey(model, captured, [["1"]], (x,), {})
+        part = Slice(model, captured, alone(captured, "1"), 1, join=False)
+        (sent,) = part.run((x,), {}, {0: seen.payloads["1"]}).sends[2].tensors
+    assert torch.equal(sent, model[0](x).mean(1, keepdim=True).expand(2, 4))

@@ -159,6 +159,9 @@ def row(
                         there = elsewhere(doubled(build), plan, cuts, more_cuts, DOUBLE_TOLERANCE)
                 except RuntimeError as error:
                     there |= {"float64_error": None, "why_not_float64": str(error)}
+                    if there["verdict"] == "different":
+                        there["rounding"] = rounding(build, plan)
+                        there["verdict"] = "same" if there["grad_error"] <= there["rounding"] else "different"
             found |= there
     except PartitionerError as error:
         found |= {"verdict": f"refused: {error}", "trace": traceback.format_exc()}
@@ -343,9 +346,12 @@ def doubled(build: Callable[[], Any]) -> Callable[[], Any]:
         with default_dtype(double=False):  # the same weights, however it runs
             case = build()
         case.model.double()
-        for module in case.model.modules():  # what modules keep beside parameters and buffers
-            kept = {name: value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
-            vars(module).update({name: wider(value) for name, value in kept.items()})
+        for module in case.model.modules():  # what modules keep beside parameters and buffers, and what they go by
+            for name, value in list(vars(module).items()):
+                if isinstance(value, torch.Tensor):
+                    vars(module)[name] = wider(value)
+                elif value is torch.float32:
+                    vars(module)[name] = torch.float64
         case.args, case.kwargs, case.target = map_tensors((case.args, case.kwargs, case.target), wider)
         return case
 
@@ -486,6 +492,22 @@ def elsewhere(
                 "worst": f"{where}, cut before {', '.join(these)}",
             }
     return found
+
+
+def rounding(build: Callable[[], Any], plan: Any) -> float:
+    """How far gradients of one device move where every weight does by about half a unit of its last place."""
+    import torch
+    from side_by_side import difference, run_whole
+
+    from partitioner.tracing import unwrap
+
+    case, moved = (first_part(build(), plan.num_microbatches) for _ in range(2))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in unwrap(moved.model).parameters():
+            if parameter.dtype == torch.float32:
+                parameter.mul_(1 + 2**-24 * torch.randn(parameter.shape, generator=generator))
+    return difference(run_whole(case, model=unwrap(case.model)), run_whole(moved, model=unwrap(moved.model)))[0]
 
 
 # -- real ranks

@@ -357,7 +357,7 @@ each(
     "braindecode",
     "braindecode",
     [
-        "EEGNetv4",
+        "EEGNet",
         "ShallowFBCSPNet",
         "Deep4Net",
         "EEGConformer",
@@ -365,7 +365,6 @@ each(
         "TIDNet",
         "EEGInceptionERP",
         "BIOT",
-        "Labram",
     ],
     _braindecode,
 )

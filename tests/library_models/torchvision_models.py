@@ -103,6 +103,8 @@ def _detector(name: str) -> Case:
 
     size = 96 if name.startswith("ssd") and "lite" not in name else 64
     more: dict[str, Any] = {} if name.startswith("ssd") else {"min_size": size, "max_size": size}
+    if "rcnn" in name:  # few proposals: without its kernels torchvision takes them out of feature maps one by one
+        more |= {"rpn_pre_nms_top_n_train": 50, "rpn_post_nms_top_n_train": 20, "box_batch_size_per_image": 8}
     model = getattr(detection, name)(weights=None, weights_backbone=None, num_classes=CLASSES, **more)
     labels = torch.randint(1, CLASSES, (BATCH, 2))
     return Case(Detector(model, name.startswith("mask")), (torch.rand(BATCH, 3, size, size), _boxes(size), labels))
@@ -135,7 +137,7 @@ def torchvision_mvit() -> Case:
         MSBlockConfig(2, 16, 16, kernel_q=[3, 3, 3], stride_q=[1, 2, 2], **common),
         MSBlockConfig(2, 16, 16, kernel_q=[], stride_q=[], **common),
     ]
-    model = MViT((32, 32), 4, blocks, True, True, True, num_classes=CLASSES, stochastic_depth_prob=0.1)
+    model = MViT((32, 32), 4, blocks, True, True, True, True, num_classes=CLASSES, stochastic_depth_prob=0.1)
     return classified(model, torch.randn(BATCH, 3, 4, 32, 32))
 
 
@@ -143,8 +145,7 @@ def torchvision_mvit() -> Case:
 def torchvision_raft_small() -> Case:
     from torchvision.models.optical_flow import raft_small
 
-    model = raft_small(weights=None, num_flow_updates=3)
-    return squared(model, images(128, batch=BATCH), images(128, batch=BATCH))
+    return squared(raft_small(weights=None), images(128), images(128), 3)
 
 
 @library("torchvision")
