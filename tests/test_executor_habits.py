@@ -167,3 +167,80 @@ def test_what_is_made_of_other_stages_weights_decides_nothing_here(ranks: RankPo
     assert "which has no values here" in refusals(ranks, plan, made, decided)
     assert "has no values here" in refusals(ranks, plan, made, pruned)
     assert "stage.full_state_dict" in refusals(ranks, plan, made, measured)
+
+
+def scaled(stage: LiveStage, case: Case) -> tuple[list[float], list[bool]]:
+    """The factors after each of three steps, in the second of which the last layer's gradient overflows; what moved."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
+    factors, moved = [], []
+    for step in range(3):
+        stage.train_step(case.args, case.target)
+        for name, parameter in stage.named_parameters():
+            if step == 1 and name == "layers.2.bias":
+                parameter.grad[0] = float("inf")  # type: ignore[index]
+        before = [parameter.detach().clone() for parameter in stage.parameters()]
+        scaler.step(optimizer), scaler.update(), optimizer.zero_grad()
+        factors.append(scaler.get_scale())
+        moved.append(any(not torch.equal(a, b) for a, b in zip(before, stage.parameters(), strict=True)))
+    return factors, moved
+
+
+def test_gradients_that_overflow_on_one_stage_are_stepped_over_on_all(ranks: RankPool) -> None:
+    made = case()
+    plan = plan_for(made, pp=2, dp=1, cuts=["layers.1"])
+    assert ranks.run(2, on_ranks, plan, made, scaled) == [([4.0, 2.0, 2.0], [True, False, True])] * 2
+    assert torch.amp.GradScaler._unscale_grads_.__module__ == "torch.amp.grad_scaler"
+
+
+def plateau_by_output(stage: LiveStage, case: Case) -> None:
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD(stage.parameters(), lr=0.1), patience=0)
+    for _ in range(2):
+        stage.train_step(case.args, case.target)
+        output = stage.eval_step(case.args)
+        scheduler.step(0.0 if output is None else float(nn.functional.mse_loss(output, case.target)))
+
+
+def plateau_by_loss(stage: LiveStage, case: Case) -> list[float]:
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD(stage.parameters(), lr=0.1), patience=0)
+    losses = []
+    for _ in range(3):
+        stage.train_step(case.args, case.target)
+        losses.append(float(stage.eval_loss(case.args, case.target)))
+        scheduler.step(losses[-1])
+    return [*losses, *scheduler.get_last_lr()]
+
+
+def test_a_scheduler_is_told_the_same_on_all_ranks_or_the_next_step_is_refused(ranks: RankPool) -> None:
+    made = case()
+    plan = plan_for(made, pp=2, dp=1, cuts=["layers.1"])
+    assert "(sums: 0 in 1 calls on rank 0, 1.5" in refusals(ranks, plan, made, plateau_by_output)
+    loss = nn.functional.mse_loss(made.model(*made.args), made.target).item()
+    one, other = ranks.run(2, on_ranks, plan, made, plateau_by_loss)
+    assert one == other and one == pytest.approx([loss] * 3 + [0.001], rel=1e-5)
+    replicas = ranks.run(2, on_ranks, plan_for(made, pp=1, dp=2), made, plateau_by_loss)
+    assert replicas == [pytest.approx(one, rel=1e-5)] * 2
+
+
+def other_input_later(stage: LiveStage, case: Case) -> int:
+    for step in range(4):
+        x = case.args[0] + (stage.rank if step == 3 else 0)
+        stage.train_step((x.t().contiguous().t(),), case.target)
+    return step
+
+
+def test_another_input_on_some_rank_is_seen_in_every_step(ranks: RankPool) -> None:
+    made = case()
+    plan = plan_for(made, pp=2, dp=1, cuts=["layers.1"])
+    assert "rank 1 got another batch than rank 0" in refusals(ranks, plan, made, other_input_later)
+
+
+def total_norm(stage: LiveStage, case: Case) -> None:
+    stage.train_step(case.args, case.target)
+    nn.utils.get_total_norm([one.grad for one in stage.module.parameters() if one.grad is not None])
+
+
+def test_a_total_norm_over_one_stage_is_refused(ranks: RankPool) -> None:
+    made = case()
+    plan = plan_for(made, pp=2, dp=1, cuts=["layers.1"])
+    assert "stage.clip_grad_norm_" in refusals(ranks, plan, made, total_norm)

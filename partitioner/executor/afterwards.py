@@ -111,8 +111,8 @@ _OVER_ALL = ("LBFGS", "SAM", "ASAM", "GSAM", "Prodigy", "DAdapt")
 
 
 class NoLocalNorm:
-    """While it is entered: torch.nn.utils.clip_grad_norm_ refuses gradients of one stage alone, and so does the step of
-    optimizers that are known to combine parameters."""
+    """While it is entered: torch.nn.utils.clip_grad_norm_ and get_total_norm refuse gradients of one stage alone, and
+    so does the step of optimizers that are known to combine parameters."""
 
     def __init__(self, own: Mapping[str, nn.Parameter]) -> None:
         self._own = own
@@ -120,18 +120,18 @@ class NoLocalNorm:
         self._hook: Any = None
 
     def enter(self) -> None:
-        """The function that it asks for the norm is another."""
+        """The function that they ask for the norm is another."""
         self._hook = register_optimizer_step_pre_hook(self._refuse_optimizer)
         self._norm = getattr(clip_grad, "_get_total_norm", None)
         if self._norm is not None:
-            clip_grad._get_total_norm = self._refuse_or_norm
+            clip_grad._get_total_norm = nn.utils.get_total_norm = self._refuse_or_norm
 
     def leave(self) -> None:
         """As before, unless another stage has been entered since."""
         if self._hook is not None:
             self._hook.remove()
         if getattr(clip_grad, "_get_total_norm", None) == self._refuse_or_norm:
-            clip_grad._get_total_norm = self._norm
+            clip_grad._get_total_norm = nn.utils.get_total_norm = self._norm
 
     def _refuse_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         kind = next((one.__name__ for one in type(optimizer).__mro__ if one.__name__.startswith(_OVER_ALL)), None)
@@ -150,7 +150,7 @@ class NoLocalNorm:
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         if any(id(tensor) in ours for tensor in tensors):
             raise ArgumentError(
-                "torch.nn.utils.clip_grad_norm_ would take the norm over the gradients of this rank alone, another on "
-                "each stage: call stage.clip_grad_norm_(max_norm), which takes that of the whole model"
+                "torch.nn.utils would take the norm over the gradients of this rank alone, another on each stage: call "
+                "stage.clip_grad_norm_(max_norm), which takes that of the whole model; with max_norm=inf it clips none"
             )
         return self._norm(tensors, *how, **named)

@@ -1,15 +1,22 @@
-"""Whether all ranks have the same model in the same order, and those of a replica the same batch."""
+"""Whether all ranks have the same model in the same order, and those of a replica the same batch.
+
+model, order        at the start
+whole batches       in the first steps, and now and then
+in every step       a few elements of the inputs, and what the loop told a scheduler: they go along with the loss
+"""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from partitioner.errors import ArgumentError, PlanMismatchError
 from partitioner.executor.mesh import Mesh
@@ -17,6 +24,9 @@ from partitioner.structures import tensors_in
 
 MAX_ELEMENTS = 2**16
 """Of a larger tensor, this many elements evenly spread are looked at."""
+
+FEW_ELEMENTS = 16
+"""Of each tensor, in every step."""
 
 DRIFT = 1e-3
 """Relative; by so much may copies of a parameter differ, on devices that round in other ways."""
@@ -42,13 +52,27 @@ def refuse_other_order(model: nn.Module, mesh: Mesh) -> None:
 
 def digest(batch: Any) -> int:
     """A number that changes with the tensors of a batch: shapes, dtypes and (a sample of) their values."""
-    state = hashlib.blake2b(digest_size=8)
+    return number_of(samples(batch, MAX_ELEMENTS))
+
+
+def samples(batch: Any, max_elements: int) -> list[tuple[str, torch.Tensor]]:
+    """What each tensor of a batch is like, and so many of its elements, evenly spread, on its own device."""
+    found = []
     for tensor in tensors_in(batch):
-        state.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
-        if tensor.layout == torch.strided and tensor.numel():
-            flat = tensor.detach().reshape(-1)
-            sample = flat[:: 1 + (flat.numel() - 1) // MAX_ELEMENTS].contiguous().cpu()
-            state.update(sample.resolve_conj().resolve_neg().view(torch.uint8).numpy().tobytes())
+        sample = torch.empty(0)
+        if tensor.layout == torch.strided and tensor.numel() and not tensor.is_nested and not tensor.is_quantized:
+            every = 1 + (tensor.numel() - 1) // max_elements
+            sample = tensor.detach().take(torch.arange(0, tensor.numel(), every, device=tensor.device))
+        found.append((f"{tuple(tensor.shape)} {tensor.dtype}", sample))
+    return found
+
+
+def number_of(found: list[tuple[str, torch.Tensor]]) -> int:
+    """64 bits of what `samples` gave."""
+    state = hashlib.blake2b(digest_size=8)
+    for like, sample in found:
+        state.update(like.encode())
+        state.update(sample.cpu().resolve_conj().resolve_neg().view(torch.uint8).numpy().tobytes())
     return int.from_bytes(state.digest(), "little", signed=True)
 
 
@@ -61,11 +85,74 @@ def refuse_differing(number: int, mesh: Mesh) -> None:
     first = mesh.rank_of(0)
     others = [rank for rank in ranks if found[rank] != found[first]]
     if others:
-        raise ArgumentError(
-            f"{'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others))} got another batch than rank "
-            f"{first}: all ranks of a replica must pass the same samples to a step. Use sampler=stage.sampler(dataset) "
-            "in the DataLoader, and the same seed for random augmentation"
-        )
+        _refuse_batch(others, first)
+
+
+def _refuse_batch(others: Sequence[int], first: int) -> NoReturn:
+    raise ArgumentError(
+        f"{'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others))} got another batch than rank "
+        f"{first}: all ranks of a replica must pass the same samples to a step. Use sampler=stage.sampler(dataset) "
+        "in the DataLoader, and the same seed for random augmentation"
+    )
+
+
+class Alike:
+    """What the ranks of a replica compare in each step, along with the loss; while it is entered, what the loop gives
+    to ReduceLROnPlateau too, which lowers the learning rate of each rank by what that rank tells it."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._ours = {id(parameter) for parameter in parameters}
+        self._samples: list[tuple[str, torch.Tensor]] = []
+        self._calls, self._sum = 0, 0.0
+
+    def enter(self) -> None:
+        """Looked at where the class finds its method, for schedulers that there are and will be."""
+        self._step = ReduceLROnPlateau.step
+        plain, note = self._step, self._note
+
+        def step(scheduler: ReduceLROnPlateau, metrics: Any, *args: Any, **kwargs: Any) -> None:
+            note(scheduler.optimizer, metrics)
+            return plain(scheduler, metrics, *args, **kwargs)
+
+        self._patched = functools.update_wrapper(step, plain)
+        ReduceLROnPlateau.step = self._patched  # type: ignore[method-assign]
+
+    def leave(self) -> None:
+        """As before, unless another stage has been entered since: then its function goes on through this one."""
+        self._ours = set()
+        if ReduceLROnPlateau.step is self._patched:
+            ReduceLROnPlateau.step = self._step  # type: ignore[method-assign]
+
+    def begin(self, inputs: Any) -> None:
+        """A step begins. The elements are fetched at its end: nothing waits for a device here."""
+        self._samples = samples(inputs, FEW_ELEMENTS)
+
+    def numbers(self) -> list[float]:
+        """Of this rank, in this step."""
+        return [float(number_of(self._samples) % 2**48), float(self._calls), self._sum]
+
+    def refuse(self, everyones: torch.Tensor, ranks: Sequence[int]) -> None:
+        """An ArgumentError on all ranks where they differ. `everyones`: a row for each of these ranks."""
+        batches, calls, sums = everyones.unbind(1)
+        others = [rank for rank, differs in zip(ranks, (batches != batches[0]).tolist(), strict=True) if differs]
+        if others:
+            _refuse_batch(others, ranks[0])
+        apart = (calls != calls[0]) | ~torch.isclose(sums, sums[0], rtol=1e-4, atol=0.0, equal_nan=True)
+        if bool(apart.any()):
+            told = ", ".join(
+                f"{total:.6g} in {int(count)} calls on rank {rank}"
+                for rank, count, total in zip(ranks, calls.tolist(), sums.tolist(), strict=True)
+            )
+            raise ArgumentError(
+                f"ReduceLROnPlateau.step was told other values on some ranks than on others (sums: {told}), so their "
+                "learning rates would become different: tell it on every rank the same, such as the loss that "
+                "train_step or eval_loss gives to all of them"
+            )
+
+    def _note(self, optimizer: torch.optim.Optimizer, metrics: Any) -> None:
+        if any(id(parameter) in self._ours for group in optimizer.param_groups for parameter in group["params"]):
+            self._calls += 1
+            self._sum += float(metrics)
 
 
 def refuse_drift(shared: Mapping[tuple[int, ...], Mapping[str, nn.Parameter]], mesh: Mesh) -> None:

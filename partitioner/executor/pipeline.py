@@ -118,7 +118,7 @@ class Pipeline:
                 if action.kind == "B":
                     self._backward(step, k, count, shares[k])
                 elif mesh.is_last:
-                    part, output = self._forward_with_loss(step, k, count, microbatches[k], shares[k])
+                    part, output = self._forward_with_loss("F", step, k, count, microbatches[k], shares[k])
                     total = part if total is None else total + part
                     if outputs is not None:
                         outputs.append(map_tensors(output, torch.Tensor.detach, lambda _: None))
@@ -153,6 +153,32 @@ class Pipeline:
             outputs = self._beside.exchanged(step, outputs, count)
         return [outputs[k] for k in sorted(outputs)]
 
+    def loss_of(self, step: int, microbatches: Sequence[MicroBatch], shares: Sequence[float]) -> torch.Tensor | None:
+        """Forward of all micro-batches, without gradients: the last stage's part of the loss; None on other stages."""
+        mesh, count = self._mesh, len(microbatches)
+        if mesh.world is not None:
+            mesh.world.begin(count)
+        for some in self._from.values():
+            some.of(0).expect()
+        senders = [sender for some in self._to.values() for sender in some]
+        total: torch.Tensor | None = None
+        with self._part.held():
+            for k in range(count):
+                self.now = Action("F", mesh.stage, k)
+                if mesh.is_last:
+                    part, _ = self._forward_with_loss("E", step, k, count, microbatches[k], shares[k])
+                    total = part if total is None else total + part
+                    del self._roots[k]
+                else:
+                    self._forward("E", step, k, count, microbatches[k])
+                del self._runs[k]
+                for sender in senders:
+                    sender.keep_at_most(mesh.num_stages)
+        self.now = None
+        for sender in senders:
+            sender.flush()
+        return total
+
     def drop(self) -> None:
         """Let go of every connection and half-done message; gloo closes a connection when nothing refers to it."""
         self._from, self._to, self._back_from, self._back_to = {}, {}, {}, {}
@@ -170,13 +196,13 @@ class Pipeline:
         return run
 
     def _forward_with_loss(
-        self, step: int, k: int, count: int, microbatch: MicroBatch, share: float
+        self, kind: str, step: int, k: int, count: int, microbatch: MicroBatch, share: float
     ) -> tuple[torch.Tensor, Any]:
         """The last stage's forward: its part of the loss, and the model's output."""
-        received = self._receive_activations(Tag("F", step, k), count)
+        received = self._receive_activations(Tag(kind, step, k), count)
         args, kwargs, target = self._on_device((microbatch.args, microbatch.kwargs, microbatch.target))
-        with self._recorder.span("F", k), self._randomness.of("F", step, k), self._mesh.as_model():
-            if self._replicas is not None:
+        with self._recorder.span("F", k), self._randomness.of(kind, step, k), self._mesh.as_model():
+            if self._replicas is not None and kind == "F":
                 here = MicroBatch(args, kwargs, target, microbatch.samples)
                 self._roots[k], part, output = self._replicas.forward(here, share, k == count - 1)
                 self._runs[k] = SliceRun()

@@ -6,7 +6,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, DistributedSampler
 from partitioner.actions import check_schedule
 from partitioner.errors import ArgumentError, NotBuiltError, SetupError, UnsupportedModelError, expect
 from partitioner.executor.afterwards import Afterwards, NoLocalNorm
-from partitioner.executor.agreement import digest, refuse_differing, refuse_drift, refuse_other_order
+from partitioner.executor.agreement import Alike, digest, refuse_differing, refuse_drift, refuse_other_order
 from partitioner.executor.buffers import ReplicaBuffers
 from partitioner.executor.division import Division
 from partitioner.executor.failures import Failures
@@ -30,6 +30,7 @@ from partitioner.executor.randomness import Randomness
 from partitioner.executor.recorder import Recorder
 from partitioner.executor.reduction import Reduction
 from partitioner.executor.replicas import Replicas
+from partitioner.executor.scaling import AgreedScaling
 from partitioner.losses import Loss, LossFunction, LossWeight
 from partitioner.microbatches import BatchDims, Cutter, MicroBatch, as_call, as_given, join
 from partitioner.plan import Plan
@@ -160,10 +161,12 @@ class LiveStage:
         failures.watch(placement.model, self._pipeline)
         look_again = part.look_again if isinstance(part, Slice) else lambda: None
         self._afterwards = Afterwards(placement.model, placement.own, plan.num_replicas, look_again)
-        self._no_local_norm: NoLocalNorm | None = None
-        if plan.num_stages > 1 or self._division.divides:
-            self._no_local_norm = NoLocalNorm(placement.own)
-            self._no_local_norm.enter()
+        self._alike = Alike(self.parameters())
+        self._watches: list[NoLocalNorm | AgreedScaling | Alike] = [self._alike]
+        if plan.num_stages > 1 or any(stage.shard != "none" for stage in plan.stages):
+            self._watches += [NoLocalNorm(placement.own), AgreedScaling(mesh, placement.own)]
+        for watch in self._watches:
+            watch.enter()
         self._keep_output = keep_output
         self._outputs: tuple[list[Any], list[int], list[float]] | None = None
         self._num_calls = 0
@@ -311,15 +314,8 @@ class LiveStage:
             self._reduction.refresh()
             microbatches, weights = self._prepared(inputs, None, self._own_loss)
             before = self._buffer_versions()
-            try:
+            with self._of_evaluation():
                 outputs = self._pipeline.evaluate(self._num_calls, microbatches)
-            except UnsupportedModelError as error:
-                if not self.module.training:
-                    error.args = (
-                        f"{error}. The plan was made from forwards in training; in evaluation a module that runs other "
-                        "code than there must be whole on one stage, or do in both the same calls of its layers",
-                    )
-                raise
             self._afterwards.end()
             if changed := [name for name, version in self._buffer_versions().items() if before.get(name) != version]:
                 raise ArgumentError(
@@ -329,6 +325,22 @@ class LiveStage:
                 )
             sizes = [microbatch.samples for microbatch in microbatches]
             return join(outputs, sizes, weights, self._cutter.batch_dim) if self._mesh.is_last else None
+
+    def eval_loss(self, inputs: Any, target: Any = None) -> torch.Tensor:
+        """The loss of a batch without gradients: of the whole batch over all replicas, 0-d, the same on every rank.
+
+        What stops a training, keeps its best weights or lowers its learning rate is decided by it on all ranks alike.
+        """
+        with self._failures.caught(), torch.no_grad():
+            self._refuse_inference()
+            self._afterwards.check()
+            self._reduction.refresh()
+            microbatches, weights = self._prepared(inputs, target, self._loss)
+            total, shares = self._shares(microbatches, weights)
+            with self._of_evaluation():
+                part = self._pipeline.loss_of(self._num_calls, microbatches, shares)
+            self._afterwards.end()
+            return self._agreed_loss(part if total else None)
 
     @property
     def last_output(self) -> Any:
@@ -414,8 +426,8 @@ class LiveStage:
 
     def _leave(self) -> None:
         self._closed = True
-        if self._no_local_norm is not None:
-            self._no_local_norm.leave()
+        for watch in reversed(self._watches):
+            watch.leave()
         self._recorder.close()
         self._recomputed.leave()
         self._pipeline.drop()
@@ -434,6 +446,19 @@ class LiveStage:
             self.close()
 
     # -- inside
+
+    @contextmanager
+    def _of_evaluation(self) -> Iterator[None]:
+        """A refusal in evaluation says that plans are made in training."""
+        try:
+            yield
+        except UnsupportedModelError as error:
+            if not self.module.training:
+                error.args = (
+                    f"{error}. The plan was made from forwards in training; in evaluation a module that runs other "
+                    "code than there must be whole on one stage, or do in both the same calls of its layers",
+                )
+            raise
 
     def _buffer_versions(self) -> dict[str, tuple[int, int]]:
         """What tells whether a buffer is as it was, where ranks take turns; else nothing."""
@@ -474,6 +499,8 @@ class LiveStage:
         mesh = self._mesh
         if len(mesh.replica_ranks) > 1 and (self._num_calls <= COMPARE_FIRST or self._num_calls % COMPARE_EVERY == 0):
             refuse_differing(digest((args, kwargs, target)), mesh)
+        if mesh.num_stages > 1:
+            self._alike.begin((args, kwargs))
         if self._num_calls == 1:
             self._tell_of_whole_batch(args, kwargs)
         microbatches = self._cutter.cut(args, kwargs, target, self.plan.num_microbatches)
@@ -514,7 +541,12 @@ class LiveStage:
         if mesh.is_last and mesh.num_replicas > 1:
             dist.all_reduce(value, group=mesh.across)
         if mesh.num_stages > 1:
-            dist.broadcast(value, mesh.rank_of(mesh.num_stages - 1), group=mesh.within_replica)
+            here = torch.tensor([float(value), *self._alike.numbers()], dtype=torch.float64)
+            parts = [torch.empty_like(here) for _ in mesh.replica_ranks]
+            dist.all_gather(parts, here, group=mesh.within_replica)
+            everyones = torch.stack(parts)
+            self._alike.refuse(everyones[:, 1:], mesh.replica_ranks)
+            value = everyones[mesh.replica_ranks.index(mesh.rank_of(mesh.num_stages - 1)), 0]
         dtype = torch.float64 if self.plan.profile.dtype == "float64" else torch.float32
         return value.to(mesh.device, dtype)
 
