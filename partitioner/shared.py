@@ -514,7 +514,7 @@ def kept_apart(model: nn.Module, layers: Sequence[str], stage_of: Mapping[str, i
     reach = Reach(model, Masks(layers, stage_of).of, loss)
     places = [place for place in reach.places.values() if id(place.owner) in reach.sinks]
     names = [place.name for place in places if place.mask & (place.mask - 1)]
-    return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+    return list(dict.fromkeys(name for name in names if not any(name.startswith(f"{other}.") for other in names)))
 
 
 class Masks:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from chains import LOTS, chain, cluster
+from odd_recorded_models import RECORDED
 from torch import nn
 
 import partitioner as pt
@@ -203,6 +204,23 @@ def test_what_batch_norm_normalises_over_is_told_where_it_is_not_the_batch() -> 
     assert told(nn.BatchNorm1d(32), 2, 2) == ["1: batch normalisation over 4 samples at a time"]
     assert told(nn.BatchNorm1d(32), 1, 1) == ["1: batch normalisation over 4 samples at a time"]
     assert told(nn.BatchNorm1d(32), 2, 1) == told(nn.BatchNorm1d(32).eval(), 2, 2) == told(nn.LayerNorm(32), 2, 2) == []
+
+
+def test_a_plan_names_what_each_rank_records_for_itself() -> None:
+    case = RECORDED["meters_are_updated_always"]()
+
+    def told(pp: int) -> list[str]:
+        plan = pt.partition(
+            case.model,
+            case.args,
+            gpus=cpu_cluster(2),
+            mesh={"pp": pp, "dp": 2 // pp},
+            microbatches=1,
+            loss_fn=case.loss_fn,
+        )
+        return [why.split(":")[0] for why in plan.why if "written by several stages" in why]
+
+    assert (told(2), told(1)) == (["'0.meters', '0.spread'"], [])
 
 
 def test_a_model_that_cannot_be_cut_is_planned_as_replicas() -> None:
