@@ -38,6 +38,7 @@ def hooked(model: nn.Module, shared: Iterable[tuple[str, torch.Tensor]]) -> dict
     tables = {name: [list(table.values()) for table in hooks_of(parameter)] for name, parameter in some}
     theirs = tuple(kept_by(hook) for hooks, _ in tables.values() for hook in hooks)
     found, state, states = {}, ModelState(model, theirs), random_states()
+    state.keep_variables(hook for hooks, _ in tables.values() for hook in hooks)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         for name, parameter in some:
             hooks, later = tables[name]

@@ -11,7 +11,7 @@ import random
 import sys
 import warnings
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from operator import is_
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -164,8 +164,11 @@ class ModelState:
         for buffer in model.buffers():
             self._keep(buffer, 0)
         self._keep(others, 0)
-        for variable in _variables_of(model):
-            self._undo.append(_variable_undo(variable))
+        self.keep_variables(_functions_of(model))
+
+    def keep_variables(self, functions: Iterable[Any]) -> None:
+        """What these functions set around them: `nonlocal` and `global` names."""
+        self._undo += [_variable_undo(variable) for variable in _variables_of(functions)]
 
     def keep(self, others: Any) -> None:
         """From here on, keep these too."""
@@ -356,19 +359,26 @@ def _copied_iterator(value: Any) -> Any:
     return None
 
 
-def _variables_of(model: nn.Module) -> list[CellType | tuple[dict[str, Any], str]]:
-    """Variables of functions around and of Python modules that the code of the model's own classes sets."""
-    left: list[Any] = [
+def _functions_of(model: nn.Module) -> list[Any]:
+    """The code of the model's own classes."""
+    return [
         function
         for cls in dict.fromkeys(type(module) for module in model.modules())
         for base in cls.__mro__
         if base.__module__.partition(".")[0] not in _LIBRARIES
         for function in vars(base).values()
     ]
+
+
+def _variables_of(functions: Iterable[Any]) -> list[CellType | tuple[dict[str, Any], str]]:
+    """Variables of functions around and of Python modules that these set, or what they call does."""
+    left = list(functions)
     found: list[CellType | tuple[dict[str, Any], str]] = []
     known = set[int]()
     while left:
         item = left.pop()
+        if isinstance(item, functools.partial | MethodType):
+            left += [item.func, *item.args] if isinstance(item, functools.partial) else [item.__func__]
         if not isinstance(item, FunctionType) or id(item) in known or _is_library(item):
             continue
         known.add(id(item))

@@ -137,6 +137,8 @@ def norms_by_hook(stage: LiveStage, case: Case) -> dict[str, int]:
 
 def test_hooks_that_log_gradients_may_be_put_on_tied_weights_later(ranks: RankPool) -> None:
     made = tied()
+    made.model[0].register_buffer("seen", torch.ones(3))
+    made.model[0].register_forward_hook(lambda layer, given, output: output * layer.seen.mean())
     plan = plan_for(made, pp=2, dp=1, cuts=["2"])
     one, other = ranks.run(2, on_ranks, plan, made, norms_by_hook)
     assert one.keys() == {"0.weight", "0.bias"} and other.keys() == {"0.weight", "2.bias"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -106,6 +107,21 @@ def test_a_linear_hook_on_a_tied_weight_goes_over_cuts() -> None:
     build = hooked(lambda parameter: parameter.register_hook(counted))
     assert cuts_of(build()) == ["layers.1", "layers.2", "layers.3", "layers.4"]
     assert worst_in_flight(build, ["layers.2"]) < 1e-9
+
+
+def test_a_hook_that_counts_in_a_variable_around_it_is_not_ahead_after_it_was_tried() -> None:
+    calls = 0
+
+    def count(gradient: torch.Tensor, by: int) -> torch.Tensor:
+        nonlocal calls
+        calls += by
+        return gradient * 2
+
+    model = nn.Linear(2, 2)
+    model.weight.register_hook(functools.partial(count, by=1))
+    assert gradient_hooks.hooked(model, [("weight", model.weight)]) == {} and calls == 0
+    model.weight.sum().backward()
+    assert calls == 1
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ class _Nothing:
 
     label: str
     stands_for: type[torch.Tensor]
+    holds_nothing = True
 
     @classmethod
     def __torch_function__(
