@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -44,10 +44,11 @@ class RankPool:
     destroyed after the call. A rank that fails, or does not come back in time, is restarted.
     """
 
-    def __init__(self, size: int = 4) -> None:
+    def __init__(self, size: int = 4, first: Sequence[str] = ()) -> None:
+        """`first`: modules to import ahead of PRELOADED."""
         self.size = size
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOADED)
+        self._context.set_forkserver_preload([*first, *PRELOADED])
         self._workers: list[tuple[BaseProcess, Connection]] = []
 
     def run(self, num_ranks: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:

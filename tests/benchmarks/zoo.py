@@ -563,7 +563,7 @@ def on_ranks(name: str, of: str, microbatches: int, double: bool, plan: Any, poo
         if draws(build, plan, evaluate=True):
             return {"verdict": "skipped: it draws random numbers in eval mode too, and ranks draw others"}
     if not pool:
-        pool.append(RankPool(plan.num_ranks))
+        pool.append(RankPool(plan.num_ranks, ["library_models.preloaded"] * (of == "libraries")))
     try:
         ranks = pool[0].run(plan.num_ranks, zoo.steps_on_rank, plan, name, of, microbatches, double, evaluate)
     except Exception as error:
