@@ -19,6 +19,8 @@ from partitioner.usage import names_in
 
 _OWN = frozenset({"torch", "numpy", "builtins", "partitioner"})
 _FOREIGN = frozenset({*_OWN, "scipy", *sys.stdlib_module_names} - {"__main__"})
+_OF_FUNCTIONS = ("backward", "setup_context", "jvp", "vmap")
+"""Methods that torch calls of an autograd Function."""
 _TEXTS = frozenset({"__repr__", "__str__", "__format__", "__new__", "__class_getitem__", "__init_subclass__"})
 """Methods that Python calls by itself, of which no number comes."""
 
@@ -33,7 +35,7 @@ class Running:
     def __init__(self, model: nn.Module, objects: Iterable[Any] = (), *, implicit: bool = False) -> None:
         self._implicit = implicit
         self._methods: dict[str, list[Any]] = {}
-        self._names: set[str] = {"forward", "__call__"}
+        self._names: set[str] = {"forward", "__call__", *(_OF_FUNCTIONS if implicit else ())}
         self.classes: dict[type, None] = {}
         self._waiting: list[Any] = []
         modules = list(model.modules())

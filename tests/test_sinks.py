@@ -238,6 +238,22 @@ class ByAFunctionInside(Layer):
         return super().forward(x) * factor()
 
 
+class Scaling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: Any) -> torch.Tensor:
+        ctx.layer = layer
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return gradient * ctx.layer.meter.avg, None
+
+
+class ByABackward(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Scaling.apply(super().forward(x), self)  # type: ignore[no-any-return, no-untyped-call]
+
+
 class ByAProperty(Layer):
     @property
     def factor(self) -> float:
@@ -325,6 +341,7 @@ READERS: list[Callable[[Any], nn.Module]] = [
     InAComprehension,
     ByAHook,
     ByAFunctionInside,
+    ByABackward,
     ByAProperty,
     ByALength,
     Handing,
