@@ -14,7 +14,7 @@ from library_models.building import BATCH, CLASSES, classes, classified, each, i
 CLASSIFIERS = {
     "alexnet": 64, "convnext_tiny": 32, "densenet121": 32, "efficientnet_b0": 32, "efficientnet_v2_s": 32,
     "googlenet": 64, "mnasnet0_5": 32, "mobilenet_v2": 32, "mobilenet_v3_small": 32, "regnet_y_400mf": 32,
-    "regnet_x_400mf": 32, "resnet18": 32, "resnet50": 32, "resnext50_32x4d": 32, "shufflenet_v2_x0_5": 32,
+    "regnet_x_400mf": 32, "resnet18": 32, "resnet50": 64, "resnext50_32x4d": 32, "shufflenet_v2_x0_5": 32,
     "squeezenet1_0": 64, "squeezenet1_1": 64, "swin_t": 32, "swin_v2_t": 32, "vgg11_bn": 32, "vgg11": 32,
     "wide_resnet50_2": 32, "inception_v3": 299,
 }  # fmt: skip
