@@ -115,7 +115,7 @@ class Alike:
             return plain(scheduler, metrics, *args, **kwargs)
 
         self._patched = functools.update_wrapper(step, plain)
-        ReduceLROnPlateau.step = self._patched  # type: ignore[method-assign]
+        ReduceLROnPlateau.step = self._patched  # type: ignore[method-assign, assignment]
 
     def leave(self) -> None:
         """As before, unless another stage has been entered since: then its function goes on through this one."""

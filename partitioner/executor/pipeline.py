@@ -164,7 +164,7 @@ class Pipeline:
         total: torch.Tensor | None = None
         with self._part.held():
             for k in range(count):
-                self.now = Action("F", mesh.stage, k)
+                self.now = Action(mesh.stage, "F", k)
                 if mesh.is_last:
                     part, _ = self._forward_with_loss("E", step, k, count, microbatches[k], shares[k])
                     total = part if total is None else total + part

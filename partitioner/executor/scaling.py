@@ -40,8 +40,8 @@ class AgreedScaling:
             return check(scaler, *args)
 
         self._patched = _unscale_grads_
-        GradScaler._unscale_grads_ = _unscale_grads_  # type: ignore[method-assign]
-        GradScaler._check_scale_growth_tracker = _check_scale_growth_tracker  # type: ignore[method-assign]
+        GradScaler._unscale_grads_ = _unscale_grads_  # type: ignore[method-assign, assignment]
+        GradScaler._check_scale_growth_tracker = _check_scale_growth_tracker  # type: ignore[method-assign, assignment]
 
     def leave(self) -> None:
         """As before, unless another stage has been entered since: then its functions go on through these."""
