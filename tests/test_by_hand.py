@@ -1,0 +1,174 @@
+"""Norms of gradients taken by hand around a step: told from the code, warned of where a rank has a part of them."""
+
+from __future__ import annotations
+
+import gc
+import math
+import sys
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Case
+from plans import plan_for
+from rank_pool import RankPool
+from torch import nn
+
+from partitioner.executor import materialize
+from partitioner.executor.by_hand import gradients_by_hand
+
+
+def step() -> list[str]:
+    """What stands for a training step: the names of the functions found."""
+    return [code.co_name for code in gradients_by_hand(sys._getframe(1))]
+
+
+def in_the_loop(model: nn.Module) -> list[str]:
+    found = step()
+    total = 0.0
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            total += float(parameter.grad.detach().norm(2)) ** 2
+    return found if total >= 0 else []
+
+
+def in_a_comprehension(model: nn.Module) -> list[str]:
+    found = step()
+    torch.norm(
+        torch.stack([torch.norm(p.grad, 2) for p in model.parameters() if p.grad is not None] or [torch.ones(1)])
+    )
+    return found
+
+
+def norm_of_gradients(model: nn.Module) -> float:
+    return math.sqrt(sum(float(p.grad.norm()) ** 2 for p in model.parameters() if p.grad is not None))
+
+
+def in_a_function(model: nn.Module) -> list[str]:
+    found = step()
+    norm_of_gradients(model)
+    return found
+
+
+class Trainer:
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def fit(self) -> list[str]:
+        found = step()
+        self.is_finite()
+        return found
+
+    def is_finite(self) -> bool:
+        return all(bool(torch.isfinite(p.grad).all()) for p in self.model.parameters() if p.grad is not None)
+
+
+def in_a_method(model: nn.Module) -> list[str]:
+    return Trainer(model).fit()
+
+
+def in_an_inner_function(model: nn.Module) -> list[str]:
+    def inner() -> float:
+        return sum(float(p.grad.norm()) for p in model.parameters() if p.grad is not None)
+
+    def once() -> list[str]:
+        found = step()
+        inner()
+        return found
+
+    return once()
+
+
+@pytest.mark.parametrize(
+    ("loop", "name"),
+    [
+        (in_the_loop, "in_the_loop"),
+        (in_a_comprehension, "in_a_comprehension"),
+        (in_a_function, "norm_of_gradients"),
+        (in_a_method, "is_finite"),
+        (in_an_inner_function, "inner"),
+    ],
+)
+def test_norms_by_hand_are_found(loop: Callable[[nn.Module], list[str]], name: str) -> None:
+    assert loop(nn.Linear(2, 2)) == [name]
+
+
+def agrees(model: nn.Module) -> list[str]:
+    found = step()
+    if dist.is_initialized():
+        dist.all_reduce(torch.stack([p.grad.norm() ** 2 for p in model.parameters() if p.grad is not None]).sum())
+    return found
+
+
+def clears(model: nn.Module) -> list[str]:
+    found = step()
+    for parameter in model.parameters():
+        parameter.grad = None
+    torch.ones(2).norm()
+    return found
+
+
+def keeps_to_each(model: nn.Module) -> list[str]:
+    found = step()
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.clamp_(-1, 1)
+    return found
+
+
+class Normalised(nn.Module):
+    """Whose layer is called `norm`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(2)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.norm(x)
+
+
+def has_such_a_layer(model: nn.Module) -> list[str]:
+    found = step()
+    Normalised()(torch.ones(1, 2)).sum().backward()
+    return found
+
+
+@pytest.mark.parametrize("loop", [agrees, clears, keeps_to_each, has_such_a_layer])
+def test_what_is_right_on_each_rank_is_none(loop: Callable[[nn.Module], list[str]]) -> None:
+    assert loop(nn.Linear(2, 2)) == []
+
+
+def test_nothing_of_the_caller_is_kept() -> None:
+    def loop() -> weakref.ref[torch.Tensor]:
+        batch = torch.ones(2)
+        step()
+        kept = weakref.ref(batch)
+        del batch
+        gc.collect()
+        assert kept() is None
+        return kept
+
+    loop()
+
+
+def trained(plan: Any, case: Case) -> list[str]:
+    with warnings.catch_warnings(record=True) as told, materialize(plan, case.model, loss_fn=case.loss_fn) as stage:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            stage.train_step(case.args, case.target)
+            norm_of_gradients(stage.module)
+    return [str(one.message) for one in told if "by hand" in str(one.message)]
+
+
+@pytest.mark.parametrize(("pp", "dp", "expected"), [(2, 1, 1), (1, 2, 0)])
+def test_a_step_warns_once_where_ranks_have_parts(ranks: RankPool, pp: int, dp: int, expected: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    made = Case(model, (torch.randn(8, 4),), target=torch.randn(8, 4), loss_fn=nn.MSELoss())
+    plan = plan_for(made, pp=pp, dp=dp, cuts=["1"] if pp == 2 else [])
+    for told in ranks.run(2, trained, plan, made):
+        assert [text.split()[0] for text in told] == ["norm_of_gradients"] * expected
