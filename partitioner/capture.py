@@ -45,6 +45,9 @@ MAX_CLOSED = 0.5
 FATES = (None, 1 - 2**-24, 0.0)
 """What single random numbers come out as in one attempt after another: a layer is left out by drawing low or high."""
 
+MAX_DRAWN = 64
+"""Numbers drawn together that may be one for each layer of a list: in later attempts, these come out alike too."""
+
 MAX_ATTEMPTS = 10
 """Forwards to record until one is found in which no layer was left out at random."""
 
@@ -279,25 +282,31 @@ def _recordings(
             mine, by_name = map_tensors((args, kwargs), copied)
             warm_up(model, mine, by_name, loss)
     for attempt in range(MAX_ATTEMPTS):
-        with (
-            untouched(model, others) as state,
-            parameters_kept(model) as kept,
-            fate(model, FATES[attempt % len(FATES)]),
-        ):
-            _skip_random_numbers(0 if best is None else len(best[1].order))
-            quiet = deciding if attempt == MAX_ATTEMPTS - 1 else set()
-            for module in quiet:
-                module.training = False
-            first = steady = record(model, *map_tensors((args, kwargs), copied), loss=loss)
-            if first.attributes or first.parameter_writes or state.has_changed():
-                tell_new = not all(item.is_on_module for item in first.attributes)
-                if tell_new:
-                    state.restore()
-                    kept.restore()
-                    for module in quiet:
-                        module.training = False
-                    first = record(model, *map_tensors((args, kwargs), copied), tell_new=True, loss=loss)
-                steady = record(model, *map_tensors((args, kwargs), copied), tell_new=tell_new, loss=loss)
+        quiet = deciding if attempt == MAX_ATTEMPTS - 1 else set()
+        most = 1 if attempt < len(FATES) else MAX_DRAWN
+        try:
+            with (
+                untouched(model, others) as state,
+                parameters_kept(model) as kept,
+                fate(model, FATES[attempt % len(FATES)], most),
+            ):
+                _skip_random_numbers(0 if best is None else len(best[1].order))
+                for module in quiet:
+                    module.training = False
+                first = steady = record(model, *map_tensors((args, kwargs), copied), loss=loss)
+                if first.attributes or first.parameter_writes or state.has_changed():
+                    tell_new = not all(item.is_on_module for item in first.attributes)
+                    if tell_new:
+                        state.restore()
+                        kept.restore()
+                        for module in quiet:
+                            module.training = False
+                        first = record(model, *map_tensors((args, kwargs), copied), tell_new=True, loss=loss)
+                    steady = record(model, *map_tensors((args, kwargs), copied), tell_new=tell_new, loss=loss)
+        except Exception:
+            if best is None:
+                raise
+            continue  # a further forward is not asked for: some models bear no other numbers
         if first is not steady:
             steady.written_at_first = {info.foreign for info in first.infos if info.foreign and info.writes}
             with untouched(model, others), parameters_kept(model):
@@ -402,8 +411,8 @@ def _skip_random_numbers(count: int) -> None:
 
 
 @contextlib.contextmanager
-def fate(model: nn.Module, value: float | None) -> Iterator[None]:
-    """Inside: a single number drawn from [0, 1) by torch.rand, `random` or NumPy is this one, unless None.
+def fate(model: nn.Module, value: float | None, most: int = 1) -> Iterator[None]:
+    """Inside: up to `most` numbers drawn together from [0, 1) by torch.rand, `random` or NumPy are this, unless None.
 
     Also where the files of the model's classes have imported these functions by name.
     """
@@ -416,9 +425,11 @@ def fate(model: nn.Module, value: float | None) -> Iterator[None]:
             drawn = draw(*args, **kwargs)
             if isinstance(drawn, float):
                 return value
-            if type(drawn) is torch.Tensor and drawn.numel() == 1:  # no stand-in for what is logged
+            if type(drawn) is torch.Tensor and drawn.numel() <= most:  # no stand-in for what is logged
                 with torch._C.DisableTorchFunction():
                     drawn.detach().fill_(value)
+            elif isinstance(drawn, np.ndarray) and drawn.size <= most:
+                drawn.fill(value)
             return drawn
 
         return call

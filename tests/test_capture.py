@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -191,6 +192,29 @@ def test_a_layer_left_out_at_random_is_looked_for() -> None:
             if len(captured.layers) == 4:
                 return
     raise AssertionError("never found")
+
+
+@pytest.mark.parametrize("draw", [lambda n: torch.rand(n), lambda n: np.random.rand(n)])
+def test_layers_left_out_by_numbers_drawn_together_are_all_found(draw: Callable[[int], Any]) -> None:
+    class Drops(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = linears(8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            kept = (draw(8) < 0.2).tolist()
+            if not any(kept):
+                raise RuntimeError("none is left")
+            for layer, keep in zip(self.layers, kept, strict=True):
+                x = layer(x) if keep else x
+            return x
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        np.random.seed(1)
+        captured = capture(Drops(), (torch.ones(1, 4),), max_share=0)
+    assert captured.dynamic
+    assert ids(captured) == [f"layers.{k}" for k in range(8)]
 
 
 # -- structural keys

@@ -25,6 +25,7 @@ def test_a_model_gives_one_devices_numbers(name: str) -> None:
         ("connections_that_return_how_to_add", 27),
         ("heads_put_into_one_list_by_nested_modules", 7),
         ("left_out_by_a_function_imported_by_name", 11),
+        ("left_out_layers_then_a_token", 15),
         ("a_block_for_few_tokens_then_for_many", 7),
     ],
 )
