@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from rank_pool import RankPool
 
 sys.path.insert(0, str(Path(__file__).parent / "benchmarks"))
 
@@ -33,3 +34,10 @@ def test_an_odd_model_gives_one_devices_numbers_and_has_all_its_cuts(name: str, 
     found = zoo.row(name, "odd", 0, 2, 4, "gpipe", 2, [])
     assert found["verdict"] == "same", found
     assert found["cuts"] == cuts
+
+
+@pytest.mark.parametrize("name", ["hubert", "olmoe"])
+def test_a_model_whose_loss_has_a_rule_gives_one_devices_numbers_on_ranks(ranks: RankPool, name: str) -> None:
+    """Sums over the batch, and losses with balancing terms: micro-batches count for what the plan says."""
+    found = zoo.row(name, "hf", 2, 2, 4, "1f1b", 0, [ranks])
+    assert found["verdict"] == "same", found

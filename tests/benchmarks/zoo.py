@@ -219,7 +219,7 @@ class Side:
         from partitioner.microbatches import Cutter
 
         self.case, self.plan, self.models, self.stages = case, plan, models, stages
-        self.loss = Loss(models[-1], case.loss_fn, None)
+        self.loss = Loss(models[-1], case.loss_fn, None, plan.training.loss_rule)
         self.cutter = Cutter(plan.training.batch_dim)
         self.cut_bytes = 0
 
