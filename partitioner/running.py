@@ -6,11 +6,12 @@ What `getattr` or `exec` make of a text is not seen, nor what is written in anot
 
 from __future__ import annotations
 
+import enum
 import functools
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -21,6 +22,7 @@ _OWN = frozenset({"torch", "numpy", "builtins", "partitioner"})
 _FOREIGN = frozenset({*_OWN, "scipy", *sys.stdlib_module_names} - {"__main__"})
 _OF_FUNCTIONS = ("backward", "setup_context", "jvp", "vmap")
 """Methods that torch calls of an autograd Function."""
+_AROUND_FUNCTIONS = (functools.partial, functools.partialmethod, functools.cached_property)
 _TEXTS = frozenset({"__repr__", "__str__", "__format__", "__new__", "__class_getitem__", "__init_subclass__"})
 """Methods that Python calls by itself, of which no number comes."""
 
@@ -90,6 +92,8 @@ class Running:
             if base in self.classes or is_own(base.__module__):
                 continue
             self.classes[base] = None
+            if issubclass(base, enum.Enum):
+                self._waiting += [one.value for one in base if callable(one.value)]
             for name, found in vars(base).items():
                 self._methods.setdefault(name, []).append(found)
                 if name in self._names or (self._implicit and name.startswith("__") and name not in _TEXTS):
@@ -97,12 +101,15 @@ class Running:
 
 
 def functions_behind(found: Any) -> list[FunctionType]:
-    """The Python functions behind something that is called."""
-    while isinstance(found, (functools.partial, MethodType, staticmethod, classmethod)):
-        found = found.func if isinstance(found, functools.partial) else found.__func__
+    """The Python functions behind something that is called, or read by its name on an object."""
+    while isinstance(found, (*_AROUND_FUNCTIONS, MethodType, staticmethod, classmethod)):
+        found = found.func if isinstance(found, _AROUND_FUNCTIONS) else found.__func__
     if isinstance(found, property):
-        return [one for one in (found.fget, found.fset) if isinstance(one, FunctionType)]
+        return [one for part in (found.fget, found.fset) if part is not None for one in functions_behind(part)]
+    found = found.dispatcher if isinstance(found, functools.singledispatchmethod) else found
     both = [found, getattr(found, "__wrapped__", None)]
+    if isinstance(kinds := getattr(found, "registry", None), MappingProxyType):  # of functools.singledispatch
+        both += kinds.values()
     if not isinstance(both[0], (FunctionType, type)):
         both[0] = next((vars(base)["__call__"] for base in type(found).__mro__ if "__call__" in vars(base)), None)
     return [one for one in both if isinstance(one, FunctionType)]

@@ -14,16 +14,23 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
+import contextvars
 import functools
+import gc
 import inspect
+import itertools
 import logging
 import math
+import operator
 import statistics
 import textwrap
+import threading
 import warnings
+import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
@@ -49,6 +56,8 @@ _OF_NUMBERS = frozenset(
     "all argmax argmin format join split strip lower upper startswith endswith time perf_counter".split()
 )
 """Methods, mostly of tensors, that change nothing and do not depend on anything else."""
+_OF_MODULES = frozenset({"cpu", "float", "double", "half"})
+"""Of these the ones by which modules change themselves."""
 _MAKING = frozenset("item tolist clone mean sum std var norm abs numel size dim time perf_counter".split())
 """Of these the ones that give something new."""
 _PURE = frozenset(
@@ -63,6 +72,18 @@ _OF_ARRAYS = frozenset(
     "mean median std var sum max min percentile quantile array asarray sqrt log exp isnan isfinite".split()
 )
 _MODULES = (math, statistics, logging, warnings)
+_BY_ANY_NAME = (operator.attrgetter, operator.methodcaller, contextvars.ContextVar, threading.local)
+"""Whose code names nothing of what it reads."""
+_READING = {id(one) for one in (getattr, setattr, delattr, vars, eval, exec, globals, locals)}
+_ITERATORS = (GeneratorType, enumerate, filter, map, reversed, zip)
+_VIEWS = ("iterator", "dict_keys", "dict_values", "dict_items")
+"""How classes of what goes through containers, and of views of them, are called at the end."""
+_OPERATORS = frozenset(
+    f"__{prefix}{name}__"
+    for prefix in ("", "r", "i")
+    for name in "add sub mul matmul truediv floordiv mod pow lshift rshift and or xor".split()
+) | frozenset(f"__{name}__" for name in "setitem getitem delitem contains setattr eq ne lt le gt ge".split())
+"""Methods that Python calls with something given, which they may change."""
 
 
 class Holder(NamedTuple):
@@ -105,9 +126,10 @@ def sinks_among(
     hooks = [hook for one in model.parameters() for table in hooks_of(one) for hook in table.values()]
     more = [*more, *modules, *hooks, *([loss] if callable(loss) else [])]
     judge = _Judge(model, more, holders)
-    if judge.is_open:
+    if judge.is_open or any(_is_by_any_name(value) for _, value in held):
         return NONE, {}
     found = {key for key, value in candidates.items() if judge.is_sink(value, holders[key])}
+    found -= _held_out_of_sight([candidates[key] for key in found])
     inner = {id(value): {id(one.owner) for one in holders[id(value)]} for _, value in held if _may_be_sink(value)}
     while True:  # what a container holds too, which may be read
         around = {
@@ -151,6 +173,24 @@ def _is_installed_holder(holder: Holder) -> bool:
     return holder.kind in ("module", "attributes") and is_installed(where)
 
 
+def _is_by_any_name(value: Any) -> bool:
+    """Whether it reads of objects what its code does not name."""
+    while isinstance(value, functools.partial):
+        value = value.func
+    return isinstance(value, _BY_ANY_NAME) or id(value) in _READING
+
+
+def _held_out_of_sight(values: Sequence[Any]) -> set[int]:
+    """Ids of those to which an iterator, a generator or a view leads, or a weak reference."""
+    known = {id(value) for value in values}
+    found = {id(value) for value in values if weakref.getweakrefcount(value)}
+    for one in gc.get_referrers(*values) if values else ():
+        kind = type(one)
+        if isinstance(one, _ITERATORS) or kind.__name__.endswith(_VIEWS) or kind.__module__ == itertools.__name__:
+            found |= known & set(map(id, gc.get_referents(one)))
+    return found
+
+
 class _Leak(Exception):
     """Something else may depend on what it holds."""
 
@@ -185,19 +225,34 @@ class _Judge:
                 self._bound[id(hook)].append(MethodType(call, hook))
         for function in self._functions:
             self._fixed.update(map(id, (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())))
-        self.is_open = False
+        for module in self._modules:
+            for one in vars(module).values():
+                self._note_bound(one)
+        self.is_open = any(
+            _is_by_any_name(part)
+            for cls in self._classes
+            for one in vars(cls).values()
+            for part in ((one.fget, one.fset) if isinstance(one, property) else (one,))
+        )
         """Whether code goes through attributes whose names are not told."""
         self._by_text: set[str] = set()
         self._starts: set[str] = set()
         for function in self._functions:
             if not is_installed(function.__module__ or ""):
                 self._note_texts(function)
-        self._confined: dict[Any, bool] = {}
-        self._set: dict[Any, set[str]] = defaultdict(set)
+        self.tries = any(
+            function.__code__.co_exceptiontable
+            and not is_installed(function.__module__ or "")
+            and any(isinstance(one, ast.Try) for one in ast.walk(_tree_of(function.__code__) or ast.Pass()))
+            for function in self._functions
+        )
+        """Whether the user's code catches what goes wrong."""
 
     def _note_bound(self, one: Any) -> None:
         if isinstance(one, MethodType):
             self._bound[id(one.__self__)].append(one)
+            if not isinstance(one.__self__, tuple(self._owners.get(one.__func__, ()))):  # of another class than its own
+                self._owners.pop(one.__func__, None)
         elif isinstance(one, functools.partial):
             self._fixed.update(map(id, (*one.args, *one.keywords.values())))
             self._note_bound(one.func)
@@ -209,6 +264,12 @@ class _Judge:
     def _note_texts(self, function: FunctionType) -> None:
         names = names_of(function.__code__)
         self.is_open |= not names.isdisjoint(_ANYTHING)
+        for value in _outside_of(function):
+            self.is_open |= _is_by_any_name(value)
+            for name in names if isinstance(value, type) and value.__module__ != "builtins" else ():
+                found = vars(value).get(name)
+                if isinstance(found, FunctionType):  # called as a function, of whatever object
+                    self._owners.pop(found, None)
         if names.isdisjoint(_BY_TEXT) or self.is_open:
             return
         tree = _tree_of(function.__code__)
@@ -235,9 +296,9 @@ class _Judge:
         for one in holders:
             if one.kind in ("module", "attributes"):
                 keys[one.key].append(type(one.owner))
-            elif one.kind == "name" and isinstance(one.owner, type):
-                keys[one.key].append(one.owner)
-            elif one.kind not in ("name", "cell", "dict", "sequence", "hook"):
+            elif one.kind == "name":
+                keys[one.key].append(one.owner if isinstance(one.owner, type) else type(one.owner))
+            elif one.kind not in ("cell", "dict", "sequence", "hook"):
                 return False
         if any(key in self._by_text or key.startswith(tuple(self._starts) or ("\0",)) for key in keys):
             return False
@@ -252,6 +313,7 @@ class _Judge:
                 names = names_of(function.__code__)
                 if variables or not names.isdisjoint(keys):
                     self._check(function, value, keys, variables, writes)
+            self._confine_operators(value, writes)
             writes.check()
             if writes.is_deep and self._holds_others(value):
                 return False
@@ -263,6 +325,22 @@ class _Judge:
         """Whether attributes of this name are numbers or texts on all modules that have one."""
         held = [vars(module)[name] for module in self._modules if name in vars(module)]
         return bool(held) and all(isinstance(one, PLAIN) for one in held)
+
+    def _confine_operators(self, value: Any, writes: _Writes) -> None:
+        """A leak where `log[key] = x` or `log << x` do more than keep something, of it or of what it holds."""
+        inner = (
+            vars(value).values() if hasattr(value, "__dict__") else value.values() if isinstance(value, dict) else ()
+        )
+        for one in (value, *inner):
+            cls: Any = type(one)
+            for name in _OPERATORS if is_python_class(cls) and not is_foreign(cls.__module__) else ():
+                found = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
+                if isinstance(found, FunctionType) and found.__code__.co_filename != "<string>":  # of a dataclass
+                    self._confine(value if one is value else _UNKNOWN, cls, name, writes)
+
+    def is_of_tensors(self, name: str) -> bool:
+        """Whether a method of this name is one of tensors that changes nothing, and of no class of the user's."""
+        return name in _OF_NUMBERS - _OF_MODULES and not any(name in vars(cls) for cls in self._classes)
 
     def _holds_others(self, value: Any) -> bool:
         """Whether something that may change is in it which others hold as well."""
@@ -306,6 +384,11 @@ class _Judge:
         first = tree.args.args[0].arg if tree.args.args else None
         owners = self._owners.get(function)
         space = function.__globals__
+        if first is not None and _is_bound_again(first, tree):
+            owners = None
+        for one in ast.walk(tree):
+            if isinstance(one, ast.ImportFrom) and any(name.name == "*" or name.name in keys for name in one.names):
+                raise _Leak
 
         def is_root(node: ast.expr) -> bool:
             if isinstance(node, ast.Name):
@@ -314,7 +397,7 @@ class _Judge:
                 return False
             base = node.value
             if isinstance(base, ast.Name) and isinstance(space.get(base.id), ModuleType):
-                return False
+                return vars(space[base.id]).get(node.attr) is value
             if isinstance(base, ast.Name) and base.id == first and owners:
                 return any(issubclass(holder, owner) for holder in keys[node.attr] for owner in owners)
             return True
@@ -672,6 +755,14 @@ class _Flow:
             for one in (child,) if isinstance(child, ast.expr) else ast.iter_child_nodes(child):
                 if isinstance(one, ast.expr):
                     self._expression(one, decided)
+        if (
+            self._judge.tries
+            and isinstance(node, ast.BinOp)
+            and isinstance(node.op, (ast.Div, ast.FloorDiv, ast.Mod))
+            and self._is_tainted(node.right)
+            and not _is_call_of("max", node.right)
+        ):
+            raise _Leak  # a division by zero that is caught somewhere
         if isinstance(node, (ast.Attribute, ast.Subscript)) and self._is_tainted(node.value):
             if isinstance(node, ast.Attribute):
                 self._judge.properties(*self._known(node.value), node.attr, self._writes)
@@ -776,10 +867,10 @@ class _Flow:
             for one in given if func.attr in _TAKING else []:
                 self._put(f"{self._where(func.value)}[]", one)
         elif isinstance(func, ast.Name) and func.id not in self._space and func.id not in self._given:
-            if func.id not in _PURE and dirty:
+            if dirty and (func.id not in _PURE or any(one.arg == "file" for one in node.keywords)):
                 raise _Leak
         elif dirty and not self._is_silent(func):
-            is_number = isinstance(func, ast.Attribute) and func.attr in _OF_NUMBERS
+            is_number = isinstance(func, ast.Attribute) and self._judge.is_of_tensors(func.attr)
             if not is_number or any(map(self._is_tainted, given)):
                 raise _Leak
         if self._is_tainted(func) and not isinstance(func, ast.Attribute):
@@ -792,6 +883,23 @@ class _Flow:
         owner = self._space.get(func.value.id)
         of_arrays = owner is np and func.attr in _OF_ARRAYS
         return of_arrays or isinstance(owner, logging.Logger) or any(owner is one for one in _MODULES)
+
+
+def _outside_of(function: FunctionType) -> Iterator[Any]:
+    """What stands behind its global names and the variables around it."""
+    for name in names_of(function.__code__):
+        if name in function.__globals__:
+            yield function.__globals__[name]
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # not set yet
+            yield cell.cell_contents
+
+
+def _is_bound_again(name: str, tree: ast.FunctionDef) -> bool:
+    """Whether a function's first argument is set in it, or stands for something else in a function inside."""
+    nodes = list(ast.walk(tree))
+    is_set = any(isinstance(one, ast.Name) and one.id == name and isinstance(one.ctx, ast.Store) for one in nodes)
+    return is_set or sum(isinstance(one, ast.arg) and one.arg == name for one in nodes) > 1
 
 
 def _locals_of(node: ast.FunctionDef) -> set[str]:

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
+import functools
+import io
+import operator
+import sys
+import threading
+import types
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -329,7 +337,201 @@ def scaled(x: torch.Tensor, meter: AverageMeter) -> torch.Tensor:
     return x * meter.avg
 
 
+STATE = types.ModuleType("state")
+"""A module of the user's in which a meter is kept."""
+AVERAGE_OF = operator.attrgetter("meter.avg")
+KEPT: contextvars.ContextVar[Any] = contextvars.ContextVar("kept")
+HERE = threading.local()
+
+
+class ByAModulesName(Layer):
+    def __init__(self, meter: Any) -> None:
+        super().__init__(meter)
+        STATE.METER = meter
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * STATE.METER.avg
+
+
+class ByAnImport(Layer):
+    def __init__(self, meter: Any) -> None:
+        super().__init__(meter)
+        STATE.meter, sys.modules["state"] = meter, STATE
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from state import meter
+
+        return super().forward(x) * meter.avg
+
+
+class ByAGetter(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * AVERAGE_OF(self)
+
+
+class ByAPropertyOfAGetter(Layer):
+    average = property(operator.attrgetter("meter.avg"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.average
+
+
+class ByACachedProperty(Layer):
+    @functools.cached_property
+    def average(self) -> Any:
+        return self.meter.avg
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.average
+
+
+class ByAPartialMethod(Layer):
+    def _scaled(self, x: torch.Tensor, by: float) -> torch.Tensor:
+        return x * by * self.meter.avg
+
+    scaled = functools.partialmethod(_scaled, by=0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scaled(super().forward(x))
+
+
+@functools.singledispatch
+def scaled_by(x: Any, layer: Layer) -> Any:
+    return x
+
+
+@scaled_by.register
+def _(x: torch.Tensor, layer: Layer) -> Any:
+    return x * layer.meter.avg
+
+
+class ByDispatch(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return scaled_by(super().forward(x), self)
+
+
+class ByAWeakReference(Layer):
+    def __init__(self, meter: Any) -> None:
+        super().__init__(meter)
+        self.other = weakref.ref(meter)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.other().avg
+
+
+class ByContext(Layer):
+    def __init__(self, meter: Any) -> None:
+        super().__init__(meter)
+        KEPT.set(meter)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * KEPT.get().avg
+
+
+class ByThread(Layer):
+    def __init__(self, meter: Any) -> None:
+        super().__init__(meter)
+        HERE.kept = meter
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * HERE.kept.avg
+
+
+class Elsewhere(nn.Module):
+    meter: Any
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.meter.avg
+
+
+class ByAnotherClass(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Elsewhere.scaled(super().forward(x), self)  # type: ignore[arg-type]  # the very point
+
+
+class BoundToAnother(Layer):
+    def __init__(self, meter: Any) -> None:
+        super().__init__(meter)
+        self.scaled = types.MethodType(Elsewhere.scaled, self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scaled(super().forward(x))
+
+
+class ByAnotherSelf(nn.Module):
+    def __init__(self, meter: Any) -> None:
+        super().__init__()
+        self.layer = Layer(meter)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, self = self.layer(x), self.layer
+        return x * self.meter.avg
+
+
+class Printing(Layer):
+    """To something that counts what it is told."""
+
+    def __init__(self, meter: Any) -> None:
+        super().__init__(meter)
+        self.out = io.StringIO()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        print(self.meter.avg, file=self.out)
+        return super().forward(x) * self.out.tell()
+
+
+class Gain:
+    def __init__(self) -> None:
+        self.value = 1.0
+
+    def double(self) -> None:
+        self.value *= 2
+
+
+class Doubling(Layer):
+    """Something of the user's by a method that tensors have too."""
+
+    def __init__(self, meter: Any) -> None:
+        super().__init__(meter)
+        self.gain = Gain()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.meter.count > 5:
+            self.gain.double()
+        return super().forward(x) * self.gain.value
+
+
+class Dividing(Layer):
+    """Where a division by zero is caught around a call that does not look like it."""
+
+    def note(self) -> None:
+        self.meter.update(1 / (self.meter.count - 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            self.note()
+        except ZeroDivisionError:
+            x = 2 * x
+        return self.lin(x)
+
+
 READERS: list[Callable[[Any], nn.Module]] = [
+    ByAModulesName,
+    ByAnImport,
+    ByAGetter,
+    ByAPropertyOfAGetter,
+    ByACachedProperty,
+    ByAPartialMethod,
+    ByDispatch,
+    ByAWeakReference,
+    ByContext,
+    ByThread,
+    ByAnotherClass,
+    BoundToAnother,
+    ByAnotherSelf,
+    Printing,
+    Doubling,
+    Dividing,
     Scaled,
     Deciding,
     ByAlias,
@@ -573,3 +775,58 @@ def test_what_no_code_is_seen_to_write_is_no_sink() -> None:
             return self.lin(x)
 
     assert sinks_of(Silent, AverageMeter()) == []
+
+
+class Streaming(AverageMeter):
+    """Operators that change what they are given."""
+
+    def __lshift__(self, x: torch.Tensor) -> None:
+        self.count += 1
+        x.mul_(1 + self.count)
+
+    def __setitem__(self, key: str, x: torch.Tensor) -> None:
+        self << x
+
+
+class ByShift(Holding):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.meter << (y := self.lin(x))
+        return y
+
+
+class ByItem(Holding):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.meter["x"] = y = self.lin(x)
+        return y
+
+
+@pytest.mark.parametrize("layer", [ByShift, ByItem])
+def test_operators_of_a_meters_class_may_change_what_they_are_given(layer: Any) -> None:
+    assert sinks_of(layer, Streaming()) == []
+
+
+def test_what_an_iterator_made_before_leads_to_is_read() -> None:
+    class Log(Holding):
+        def __init__(self, make: Any, log: Any) -> None:
+            super().__init__(log)
+            self.log, self.earlier = log, make(log)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.lin(x)
+            self.log[len(self.log)] = float(x.mean())
+            return x * next(iter(self.earlier))
+
+    made: Any = (dict.values, dict.items, iter, lambda log: map(abs, log), lambda log: (one for one in log))
+    for make in made:
+        assert sinks_of(functools.partial(Log, make), {0: 1.0}) == []
+
+
+def test_a_meter_that_a_module_keeps_may_be_a_sink() -> None:
+    class Told(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = super().forward(x)
+            STATE.TOLD.update(float(x.mean()))
+            return x
+
+    STATE.TOLD = AverageMeter()
+    assert [type(one) for one in Reach(nn.Sequential(Told(4, 4)), lambda path: 1).sinks.values()] == [AverageMeter]
