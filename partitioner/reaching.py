@@ -460,6 +460,11 @@ class Reach:
         self._follow_all()
         return True
 
+    @property
+    def sink_keys(self) -> frozenset[str]:
+        """Names of attributes and variables that hold what is only written."""
+        return frozenset(key for _, key in self._sinks.slots if isinstance(key, str))
+
     def look_at_hooks(self) -> bool:
         """Follow hooks that have come since; what only they lead to comes after all other places.
 

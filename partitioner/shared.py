@@ -131,6 +131,10 @@ class SharedState:
         for place in self._reach.places.values():
             place.widen(self._readers.get(place.attribute, 0))
 
+    def kept_apart(self) -> tuple[list[str], frozenset[str]]:
+        """What several stages only write, and the attributes and variables under which such things are held."""
+        return _kept_apart(self._reach), self._reach.sink_keys
+
     def look_again(self) -> None:
         """Hooks have come to the model since, the same on every rank: what they lead to is shared like all else."""
         num_before = len(self._reach.places)
@@ -511,7 +515,10 @@ class SharedState:
 
 def kept_apart(model: nn.Module, layers: Sequence[str], stage_of: Mapping[str, int], loss: Any) -> list[str]:
     """What several stages only write (see `sinks`): each rank has what its own layers wrote."""
-    reach = Reach(model, Masks(layers, stage_of).of, loss)
+    return _kept_apart(Reach(model, Masks(layers, stage_of).of, loss))
+
+
+def _kept_apart(reach: Reach) -> list[str]:
     places = [place for place in reach.places.values() if id(place.owner) in reach.sinks]
     names = [place.name for place in places if place.mask & (place.mask - 1)]
     return list(dict.fromkeys(name for name in names if not any(name.startswith(f"{other}.") for other in names)))

@@ -19,7 +19,7 @@ from rank_pool import RankPool
 from torch import nn
 
 from partitioner.executor import materialize
-from partitioner.executor.by_hand import gradients_by_hand
+from partitioner.executor.by_hand import gradients_by_hand, records_read
 
 
 def step() -> list[str]:
@@ -172,3 +172,73 @@ def test_a_step_warns_once_where_ranks_have_parts(ranks: RankPool, pp: int, dp: 
     plan = plan_for(made, pp=pp, dp=dp, cuts=["1"] if pp == 2 else [])
     for told in ranks.run(2, trained, plan, made):
         assert [text.split()[0] for text in told] == ["norm_of_gradients"] * expected
+
+
+class Recording(nn.Linear):
+    """A layer that writes into a list of all."""
+
+    def __init__(self, seen: list[float]) -> None:
+        super().__init__(4, 4)
+        self.seen = seen
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        self.seen.append(float(x.detach().mean()))
+        return x
+
+
+class Recorded(nn.Sequential):
+    def average(self) -> float:
+        return sum(self[0].seen) / len(self[0].seen)  # type: ignore[arg-type]
+
+    def forget(self) -> None:
+        self[0].seen.clear()  # type: ignore[operator]
+
+
+def told_of_records(plan: Any, case: Case) -> list[str]:
+    with warnings.catch_warnings(record=True) as told, materialize(plan, case.model, loss_fn=case.loss_fn) as stage:
+        warnings.simplefilter("always")
+        model: Any = stage.module
+        for _ in range(2):
+            stage.train_step(case.args, case.target)
+            model.average()
+            model.forget()
+    return [str(one.message) for one in told if one.category is UserWarning]
+
+
+def told_of_forgetting(plan: Any, case: Case) -> list[str]:
+    with warnings.catch_warnings(record=True) as told, materialize(plan, case.model, loss_fn=case.loss_fn) as stage:
+        warnings.simplefilter("always")
+        model: Any = stage.module
+        stage.train_step(case.args, case.target)
+        model.forget()
+    return [str(one.message) for one in told if one.category is UserWarning]
+
+
+def test_a_step_warns_where_the_loop_reads_what_ranks_have_parts_of(ranks: RankPool) -> None:
+    torch.manual_seed(0)
+    seen: list[float] = []
+    model = Recorded(*(Recording(seen) for _ in range(3)))
+    made = Case(model, (torch.randn(8, 4),), target=torch.randn(8, 4), loss_fn=nn.MSELoss())
+    plan = plan_for(made, pp=2, dp=1, cuts=["1"])
+    for told in ranks.run(2, told_of_records, plan, made):
+        assert [text.split()[0] for text in told] == ["average"] and "'0.seen'" in told[0]
+    assert ranks.run(2, told_of_forgetting, plan, made) == [[], []]
+
+
+def test_records_that_a_loop_reads() -> None:
+    def loop(model: Any) -> list[str]:
+        found = records_read(sys._getframe(), {"seen"})
+        return [code.co_name for code in found] + ([str(model.seen)] if model is None else [])
+
+    assert loop(Recorded()) == ["loop"]
+
+
+def test_records_that_a_loop_only_sets_or_empties() -> None:
+    def setting(model: Any) -> list[str]:
+        found = records_read(sys._getframe(), {"seen"})
+        model.seen = []
+        model.forget()
+        return [code.co_name for code in found]
+
+    assert setting(Recorded(Recording([]))) == []

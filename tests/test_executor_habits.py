@@ -13,6 +13,7 @@ from torch import nn
 
 from partitioner.errors import ArgumentError
 from partitioner.executor import materialize
+from partitioner.executor.agreement import digest
 from partitioner.executor.stage import LiveStage
 from partitioner.plan import Plan
 
@@ -193,6 +194,39 @@ def test_gradients_that_overflow_on_one_stage_are_stepped_over_on_all(ranks: Ran
     plan = plan_for(made, pp=2, dp=1, cuts=["layers.1"])
     assert ranks.run(2, on_ranks, plan, made, scaled) == [([4.0, 2.0, 2.0], [True, False, True])] * 2
     assert torch.amp.GradScaler._unscale_grads_.__module__ == "torch.amp.grad_scaler"
+
+
+def scaled_by_parts(stage: LiveStage, case: Case) -> list[float]:
+    """As above, with an optimizer for each half of the model, of which a rank holds nothing of one."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+    parts = [stage.module.layers[:1], stage.module.layers[1:]]  # type: ignore[index]  # a list of layers
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts]
+    factors = []
+    for step in range(2):
+        stage.train_step(case.args, case.target)
+        for name, parameter in stage.named_parameters():
+            if step == 1 and name == "layers.2.bias":
+                parameter.grad[0] = float("inf")  # type: ignore[index]
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        factors.append(scaler.get_scale())
+    return factors
+
+
+def test_a_rank_may_hold_nothing_of_an_optimizer_that_is_scaled(ranks: RankPool) -> None:
+    made = case()
+    plan = plan_for(made, pp=2, dp=1, cuts=["layers.1"])
+    assert ranks.run(2, on_ranks, plan, made, scaled_by_parts) == [[4.0, 2.0]] * 2
+
+
+def test_inputs_of_any_dtype_are_compared() -> None:
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.uint64, torch.bfloat16):
+        x = torch.arange(1, 7).reshape(2, 3).to(torch.float32).to(dtype).t()
+        other = (torch.arange(1, 7).reshape(2, 3) + 1).to(torch.float32).to(dtype).t()
+        assert digest(x) == digest(x.contiguous()) != digest(other)
 
 
 def plateau_by_output(stage: LiveStage, case: Case) -> None:

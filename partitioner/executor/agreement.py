@@ -28,6 +28,14 @@ MAX_ELEMENTS = 2**16
 FEW_ELEMENTS = 16
 """Of each tensor, in every step."""
 
+_TAKEN_AS = {
+    **dict.fromkeys((torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz), torch.int8),
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+}
+"""By which dtype of that size elements are taken where torch does not take them by their own."""
+
 DRIFT = 1e-3
 """Relative; by so much may copies of a parameter differ, on devices that round in other ways."""
 
@@ -62,7 +70,10 @@ def samples(batch: Any, max_elements: int) -> list[tuple[str, torch.Tensor]]:
         sample = torch.empty(0)
         if tensor.layout == torch.strided and tensor.numel() and not tensor.is_nested and not tensor.is_quantized:
             every = 1 + (tensor.numel() - 1) // max_elements
-            sample = tensor.detach().take(torch.arange(0, tensor.numel(), every, device=tensor.device))
+            values = tensor.detach()
+            if tensor.dtype in _TAKEN_AS:
+                values = values.view(_TAKEN_AS[tensor.dtype])
+            sample = values.take(torch.arange(0, tensor.numel(), every, device=tensor.device))
         found.append((f"{tuple(tensor.shape)} {tensor.dtype}", sample))
     return found
 

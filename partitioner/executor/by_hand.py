@@ -1,7 +1,8 @@
-"""Norms of gradients that a training loop takes by hand: on a rank it has only those of its own stage.
+"""What a training loop takes by hand of which a rank has a part: norms of gradients, and what layers have written.
 
     total = sum(p.grad.norm() ** 2 for p in model.parameters() if p.grad is not None) ** 0.5
     if not all(torch.isfinite(p.grad).all() for p in model.parameters()): continue
+    model.temperature = 1 + model.meter.mean
 
 Nothing of a gradient tells what will be made of it, so this is told from the names that the code around a step uses.
 """
@@ -13,7 +14,8 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import pairwise
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -23,6 +25,9 @@ _TAKEN = frozenset({"norm", "vector_norm", "isfinite", "isnan", "isinf", "dot"})
 """What becomes another value where some gradients are left out."""
 _AGREED = frozenset({"all_reduce", "all_gather", "all_gather_object", "gather", "reduce"})
 """Who calls these knows that the others have the rest."""
+_LOADS = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME"})
+_EMPTYING = frozenset({"reset", "clear"})
+_OF_THE_FORWARD = frozenset({"forward", "__call__", "__init__"})
 _INLINE = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>", "<lambda>"})
 
 
@@ -38,6 +43,42 @@ def warn_of_gradients_by_hand() -> None:
             code.co_filename,
             code.co_firstlineno,
         )
+
+
+def warn_of_records_read(names: Sequence[str], keys: Collection[str]) -> None:
+    """A warning for each function of the caller's own code that seems to read what only the forward's layers write.
+
+    `names`: of these things; `keys`: attributes and variables that hold them.
+    """
+    for code in records_read(sys._getframe(1), keys) if names else ():
+        warnings.warn_explicit(
+            f"{code.co_name} seems to read {', '.join(map(repr, names[:3]))}{', ...' if len(names) > 3 else ''}, which "
+            "layers of several stages write: on each rank it is what the layers of its own stage wrote. What is set or "
+            "decided by it would differ between stages: put the parts of all ranks together first "
+            "(torch.distributed.all_gather_object)",
+            UserWarning,
+            code.co_filename,
+            code.co_firstlineno,
+        )
+
+
+def records_read(frame: FrameType | None, keys: Collection[str]) -> list[CodeType]:
+    """Of the user's functions as in `gradients_by_hand`, the ones that take something by these names."""
+    return [code for code in _codes_around(frame) if code.co_name not in _OF_THE_FORWARD and _reads(code, keys)]
+
+
+def _reads(code: CodeType, keys: Collection[str]) -> bool:
+    codes = list(_inline(code))
+    names = {name for one in codes for name in one.co_names}
+    if names.isdisjoint(keys) or names & _AGREED:
+        return False
+    for one in codes:
+        steps = list(dis.get_instructions(one))
+        for step, following in pairwise(steps):
+            is_emptied = following.argval in _EMPTYING
+            if step.argval in keys and step.opname in _LOADS and not is_emptied:
+                return True
+    return False
 
 
 def gradients_by_hand(frame: FrameType | None) -> list[CodeType]:

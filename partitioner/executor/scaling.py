@@ -7,7 +7,7 @@ rank looks at its own, and those that found nothing would step. So they agree on
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,11 +19,15 @@ from partitioner.executor.mesh import Mesh
 
 
 class AgreedScaling:
-    """While entered, scalers of optimizers that hold these parameters agree with those of the other ranks."""
+    """While entered, scalers of optimizers that hold these parameters agree with those of the other ranks.
 
-    def __init__(self, mesh: Mesh, parameters: Mapping[str, nn.Parameter]) -> None:
+    Those of other stages are among them: where each part of a model has an optimizer, as on one device, every rank has
+    all of them, and may hold no value of one.
+    """
+
+    def __init__(self, mesh: Mesh, parameters: Iterable[nn.Parameter]) -> None:
         self._mesh = mesh
-        self._ours = {id(parameter) for parameter in parameters.values()}
+        self._ours = set(map(id, parameters))
         self._active = False
 
     def enter(self) -> None:

@@ -20,7 +20,7 @@ from partitioner.errors import ArgumentError, NotBuiltError, SetupError, Unsuppo
 from partitioner.executor.afterwards import Afterwards, NoLocalNorm
 from partitioner.executor.agreement import Alike, digest, refuse_differing, refuse_drift, refuse_other_order
 from partitioner.executor.buffers import ReplicaBuffers
-from partitioner.executor.by_hand import warn_of_gradients_by_hand
+from partitioner.executor.by_hand import warn_of_gradients_by_hand, warn_of_records_read
 from partitioner.executor.division import Division
 from partitioner.executor.failures import Failures
 from partitioner.executor.inputs import InputGradients
@@ -161,11 +161,15 @@ class LiveStage:
         self._pipeline = Pipeline(mesh, part, loss, randomness, self._recorder, self._reduction, replicas)
         failures.watch(placement.model, self._pipeline)
         look_again = part.look_again if isinstance(part, Slice) else lambda: None
+        self._state = part.shared if isinstance(part, Slice) else None
         self._afterwards = Afterwards(placement.model, placement.own, plan.num_replicas, look_again)
         self._alike = Alike(self.parameters())
         self._watches: list[NoLocalNorm | AgreedScaling | Alike] = [self._alike]
         if plan.num_stages > 1 or any(stage.shard != "none" for stage in plan.stages):
-            self._watches += [NoLocalNorm(placement.own), AgreedScaling(mesh, placement.own)]
+            self._watches += [
+                NoLocalNorm(placement.own),
+                AgreedScaling(mesh, (*placement.own.values(), *placement.model.parameters())),
+            ]
         for watch in self._watches:
             watch.enter()
         self._keep_output = keep_output
@@ -277,6 +281,8 @@ class LiveStage:
             self._afterwards.begin()
             if self._num_steps == 0 and (self._mesh.num_stages > 1 or self._division.divides):
                 warn_of_gradients_by_hand()
+                if self._state is not None:
+                    warn_of_records_read(*self._state.kept_apart())
             self._recorder.begin()
             microbatches, weights = self._prepared(inputs, target, self._loss)
             total, shares = self._shares(microbatches, weights)
