@@ -77,7 +77,7 @@ class Cutter:
         beside = [value for _, value in arguments if isinstance(value, torch.Tensor) and value.dim()]
         for key, value in arguments:
             dim = self.special.get(key, self.batch_dim)
-            if dim is None or str(key) in self._whole:
+            if dim is None:
                 continue
             size = self._size_of(value, dim, str(key), described_by, {len(one) for one in beside})
             if size is not None:
@@ -94,9 +94,10 @@ class Cutter:
 
         `described_by`: lengths of lists with a dict for each sample; `beside`: of tensors that are arguments.
         """
+        is_whole = path in self._whole
         if isinstance(value, torch.Tensor):
-            return int(value.shape[dim]) if value.dim() > dim else None
-        if isinstance(value, list) and value and all(isinstance(one, torch.Tensor) for one in value):
+            return int(value.shape[dim]) if value.dim() > dim and not is_whole else None
+        if isinstance(value, list) and value and not is_whole and all(isinstance(one, torch.Tensor) for one in value):
             is_told = f"{path}{ITEMS}" in self._whole or len(value) in described_by
             if is_told or (_are_samples(value, dim) and not {len(one) for one in value} & set(beside)):
                 return len(value)

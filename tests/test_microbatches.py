@@ -274,3 +274,18 @@ def test_a_list_of_inputs_is_cut_as_they_are() -> None:
     assert Cutter().batch_size((inputs,), {}) == 8
     assert Cutter().batch_size((table, torch.zeros(8)), {}) == 8
     assert [len(part.args[0][0]) for part in Cutter().cut((inputs,), {}, None, 2)] == [4, 4]
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_list_that_goes_whole_may_hold_batches(kind: type) -> None:
+    """Features of several scales, as the first and only argument: the list is not one of samples, what it holds is."""
+    scales = kind([torch.arange(8.0 * n).reshape(8, n) for n in (4, 2, 1)])
+    whole = Cutter().goes_whole((scales,), {}, None)
+    assert whole == ("0",)
+    later = kind([one[:3] for one in scales])  # as many samples as scales
+    for batch, size in ((scales, 8), (later, 3), (kind([None, *scales]), 8)):
+        cutter = Cutter(whole=whole)
+        assert cutter.batch_size((batch,), {}) == size
+        parts = cutter.cut((batch,), {}, None, 2)
+        assert [len(part.args[0]) for part in parts] == [len(batch)] * 2
+        assert torch.equal(torch.cat([part.args[0][-1] for part in parts]), batch[-1])
