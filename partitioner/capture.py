@@ -1130,9 +1130,8 @@ class _Chooser:
             before = last_call.get(path, before)
             for key, parameter in module._parameters.items():
                 if parameter is not None and not owners[id(parameter)]:
-                    others = _others_like(f"{path}.{key}" if path else key, modules)
-                    alike = [used[name] for name in others if name in used]
-                    owners[id(parameter)] |= set().union(*alike) if alike else {before}
+                    alike = _used_like(f"{path}.{key}" if path else key, modules, used)
+                    owners[id(parameter)] |= alike or {before}
 
     def keys(self) -> list[tuple[str, float]]:
         kernels = self.recording.kernels
@@ -1151,12 +1150,22 @@ class _Chooser:
         return found
 
 
-def _others_like(name: str, modules: Mapping[str, nn.Module]) -> Iterator[str]:
-    """What a parameter would be called under other keys of the dicts that it is in."""
+def _used_like(name: str, modules: Mapping[str, nn.Module], used: Mapping[str, set[int]]) -> set[int]:
+    """Layers that use what stands under other keys of the innermost dict or list that a parameter is in.
+
+    Of a dict's entries the nearest before it, else the nearest after it: a dict may also hold what runs one by one.
+    """
     parts = name.split(".")
-    for k, part in enumerate(parts):
+    for k in reversed(range(len(parts))):
         around = modules[".".join(parts[:k])]
         if isinstance(around, nn.ModuleDict):
-            yield from (".".join([*parts[:k], key, *parts[k + 1 :]]) for key in around if key != part)
+            keys = list(around)
+            at = keys.index(parts[k])
+            for key in (*reversed(keys[:at]), *keys[at + 1 :]):
+                if found := used.get(".".join([*parts[:k], key, *parts[k + 1 :]])):
+                    return found
         elif isinstance(around, (nn.ParameterDict, nn.ParameterList)):
-            yield from (".".join([*parts[:k], key]) for key in around._parameters if key != part)
+            others = (used.get(".".join([*parts[:k], key]), ()) for key in around._parameters if key != parts[k])
+            if found := set().union(*others):
+                return found
+    return set()

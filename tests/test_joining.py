@@ -90,6 +90,30 @@ def test_modules_that_were_not_called_belong_to_where_their_parameters_are() -> 
     assert Part(model, captured, {"a": 0, "b": 1}, 1).stage_of["spare"] == 0
 
 
+def test_entries_of_a_dict_belong_where_their_like_in_the_same_block_is() -> None:
+    class Block(nn.Module):
+        def __init__(self, task: str) -> None:
+            super().__init__()
+            self.task, self.adapters = task, nn.ModuleDict({name: nn.Linear(2, 2) for name in "xyz"})
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.adapters[self.task](x))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleDict({"a": Block("z"), "b": Block("x")})
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.blocks["b"](self.blocks["a"](x))
+
+    captured = capture(Model(), (torch.ones(1, 2),), max_share=0)
+    lives = {parameter.names[0]: parameter.layers for parameter in captured.parameters}
+    for key in "xyz":
+        assert lives[f"blocks.a.adapters.{key}.weight"] == ("blocks.a.adapters.z",)
+        assert lives[f"blocks.b.adapters.{key}.weight"] == ("blocks.b.adapters.x",)
+
+
 def test_single_watches_all_that_is_around() -> None:
     profile = SimpleNamespace(opened=("e.f",))
     assert single(profile, {"a.b.c": 0, "a.b.c#1": 1, "d": 1})[1] == {"", "a", "a.b", "a.b.c", "d", "e", "e.f"}
