@@ -222,6 +222,36 @@ def test_a_rank_may_hold_nothing_of_an_optimizer_that_is_scaled(ranks: RankPool)
     assert ranks.run(2, on_ranks, plan, made, scaled_by_parts) == [[4.0, 2.0]] * 2
 
 
+def scaled_by_shape(stage: LiveStage, case: Case) -> list[float]:
+    """An optimizer for matrices and one for biases, of which one stage has none to train."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+    own = [p for p in stage.parameters() if p.requires_grad]
+    kinds = [[p for p in own if p.dim() == 2], [p for p in own if p.dim() == 1]]
+    optimizers = [torch.optim.SGD(some, lr=0.1) for some in kinds if some]
+    assert len(optimizers) == (1 if stage.stage else 2)
+    factors = []
+    for step in range(3):
+        stage.train_step(case.args, case.target)
+        for optimizer in optimizers:
+            if step == 1 and optimizer is optimizers[-1] and stage.stage == 0:
+                optimizer.param_groups[0]["params"][0].grad[0] = float("inf")
+            scaler.step(optimizer)
+        scaler.update()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        factors.append(scaler.get_scale())
+    return factors
+
+
+def test_ranks_may_have_other_numbers_of_optimizers_that_are_scaled(ranks: RankPool) -> None:
+    made = case()
+    for layer in made.model.layers[1:]:
+        layer.bias.requires_grad_(False)
+    plan = plan_for(made, pp=2, dp=1, cuts=["layers.1"])
+    assert ranks.run(2, on_ranks, plan, made, scaled_by_shape) == [[4.0, 2.0, 2.0]] * 2
+    assert torch.amp.GradScaler.update.__module__ == "torch.amp.grad_scaler"
+
+
 def test_inputs_of_any_dtype_are_compared() -> None:
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.uint64, torch.bfloat16):
         x = torch.arange(1, 7).reshape(2, 3).to(torch.float32).to(dtype).t()

@@ -2,11 +2,14 @@
 
 On one device a scaler looks at all gradients and skips the optimizer's step where any of them is infinite. Here each
 rank looks at its own, and those that found nothing would step. So they agree on what was found, in `unscale_` or
-`step`, and the factor, which only the last stage's loss asks for, begins as the same on all.
+`step`, and the factor, which only the last stage's loss asks for, begins as the same on all. Ranks may have different
+numbers of optimizers: those that are through wait in `update` for the others.
 """
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -29,21 +32,31 @@ class AgreedScaling:
         self._mesh = mesh
         self._ours = set(map(id, parameters))
         self._active = False
+        self._agreeing: weakref.WeakSet[GradScaler] = weakref.WeakSet()
+        """Scalers of these parameters that have not been updated since."""
 
     def enter(self) -> None:
         self._active = True
         self._unscale, self._check = GradScaler._unscale_grads_, GradScaler._check_scale_growth_tracker
-        agreed, unscale, check = self._agreed, self._unscale, self._check
+        self._update = GradScaler.update
+        agreed, unscale, check, plain = self._agreed, self._unscale, self._check, self._update
 
         def _unscale_grads_(scaler: GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            return agreed(optimizer, unscale(scaler, optimizer, *args, **kwargs))
+            return agreed(scaler, optimizer, unscale(scaler, optimizer, *args, **kwargs))
 
         def _check_scale_growth_tracker(scaler: GradScaler, *args: Any) -> Any:
             if self._active and scaler._scale is None:
                 scaler._lazy_init_scale_growth_tracker(self._mesh.device)
             return check(scaler, *args)
 
+        def update(scaler: GradScaler, *args: Any, **kwargs: Any) -> None:
+            if self._active and scaler in self._agreeing:
+                self._agreeing.discard(scaler)
+                self._wait_for_others(scaler)
+            return plain(scaler, *args, **kwargs)
+
         self._patched = _unscale_grads_
+        GradScaler.update = functools.update_wrapper(update, plain)  # type: ignore[method-assign, assignment]
         GradScaler._unscale_grads_ = _unscale_grads_  # type: ignore[method-assign, assignment]
         GradScaler._check_scale_growth_tracker = _check_scale_growth_tracker  # type: ignore[method-assign, assignment]
 
@@ -53,17 +66,35 @@ class AgreedScaling:
         if GradScaler._unscale_grads_ is self._patched:
             GradScaler._unscale_grads_ = self._unscale  # type: ignore[method-assign]
             GradScaler._check_scale_growth_tracker = self._check  # type: ignore[method-assign]
+            GradScaler.update = self._update  # type: ignore[method-assign]
 
     def _agreed(
-        self, optimizer: torch.optim.Optimizer, found: dict[torch.device, torch.Tensor]
+        self, scaler: GradScaler, optimizer: torch.optim.Optimizer, found: dict[torch.device, torch.Tensor]
     ) -> dict[torch.device, torch.Tensor]:
         """What any rank found, by device; a rank without a gradient found nothing."""
         held = (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
         if not self._active or self._ours.isdisjoint(held):
             return found
         found = found or {self._mesh.device: torch.zeros((), dtype=torch.float32, device=self._mesh.device)}
-        most = torch.stack([one.detach().cpu().float() for one in found.values()]).max()
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self._mesh.control)
+        here = max(float(one) for one in found.values())
+        self._agreeing.add(scaler)
+        most, _ = self._most(here, is_through=False)
         for one in found.values():
-            one.fill_(most.item())
+            one.fill_(most)
         return found
+
+    def _wait_for_others(self, scaler: GradScaler) -> None:
+        """Until no rank has a further optimizer; what these find lowers the factor here too."""
+        most, is_going_on = self._most(0.0, is_through=True)
+        while is_going_on:
+            if most:
+                for state in scaler._per_optimizer_states.values():
+                    for one in state["found_inf_per_device"].values():
+                        one.fill_(most)
+            most, is_going_on = self._most(0.0, is_through=True)
+
+    def _most(self, found: float, is_through: bool) -> tuple[float, bool]:
+        """What any rank found, and whether any has another optimizer."""
+        here = torch.tensor([found, 0.0 if is_through else 1.0])
+        dist.all_reduce(here, dist.ReduceOp.MAX, group=self._mesh.control)
+        return float(here[0]), bool(here[1])
