@@ -995,7 +995,8 @@ class _Chooser:
             for name, outside in changed.get((place.kind, place.name), ()):
                 zones = [k for k in range(len(ids)) if place.readers_of(outside.key) >> k & 1]
                 written = [self.zone(when) for when, _ in outside.writes]
-                if zones and min(zones) < max(written):  # else the change is told to those who come after it
+                before = min(zones, default=len(ids)) < max(written)  # else the change is told to those who come after
+                if before or (zones and place.kind == "sequence"):  # or is added to what those have written themselves
                     zones += written
                     reason = f"{name!r}, outside of the model, is changed in the forward and may be read on both sides"
                     self.forbid(no_cut, min(zones), max(zones), reason)

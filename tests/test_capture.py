@@ -217,6 +217,37 @@ def test_layers_left_out_by_numbers_drawn_together_are_all_found(draw: Callable[
     assert ids(captured) == [f"layers.{k}" for k in range(8)]
 
 
+SEEN: list[float] = []
+
+
+def test_a_global_list_that_layers_fill_and_a_later_one_may_read_stays_on_one_stage() -> None:
+    """What an earlier stage tells of the list would take the place of what a later one has appended itself."""
+
+    class Appends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            SEEN.append(float(x.detach().mean()))
+            return torch.tanh(self.inner(x))
+
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls, self.inner = 0, nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return self.inner(x) * (1 + 0.01 * len(SEEN) if self.calls > 100 else 1)
+
+    SEEN.clear()
+    captured = capture(nn.Sequential(Appends(), Appends(), Reads(), nn.Linear(4, 4)), (torch.ones(1, 4),), max_share=0)
+    free = [layer.id for layer in captured.layers if layer.id not in captured.no_cut]
+    assert free[-1] == "3"
+    assert not {"1", "1.inner", "2", "2.inner"} & set(free)
+
+
 # -- structural keys
 
 
