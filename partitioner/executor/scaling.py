@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.amp import GradScaler
 
+from partitioner.errors import RankError
 from partitioner.executor.mesh import Mesh
 
 
@@ -96,5 +97,13 @@ class AgreedScaling:
     def _most(self, found: float, is_through: bool) -> tuple[float, bool]:
         """What any rank found, and whether any has another optimizer."""
         here = torch.tensor([found, 0.0 if is_through else 1.0])
-        dist.all_reduce(here, dist.ReduceOp.MAX, group=self._mesh.control)
+        try:
+            dist.all_reduce(here, dist.ReduceOp.MAX, group=self._mesh.control)
+        except RuntimeError as error:
+            raise RankError(
+                f"rank {self._mesh.rank} waited in GradScaler's {'update' if is_through else 'step'} for the other "
+                "ranks to call the same: each optimizer's unscale_ or step, and update, belong on all ranks alike, "
+                f"also where a rank has nothing to do or skips a step by its own loss ({error})",
+                rank=self._mesh.rank,
+            ) from error
         return float(here[0]), bool(here[1])
