@@ -19,12 +19,12 @@ from rank_pool import RankPool
 from torch import nn
 
 from partitioner.executor import materialize
-from partitioner.executor.by_hand import gradients_by_hand, records_read
+from partitioner.executor.by_hand import codes_around, reads_records, takes_gradients
 
 
 def step() -> list[str]:
     """What stands for a training step: the names of the functions found."""
-    return [code.co_name for code in gradients_by_hand(sys._getframe(1))]
+    return [code.co_name for code in codes_around(sys._getframe(1)) if takes_gradients(code)]
 
 
 def in_the_loop(model: nn.Module) -> list[str]:
@@ -228,7 +228,7 @@ def test_a_step_warns_where_the_loop_reads_what_ranks_have_parts_of(ranks: RankP
 
 def test_records_that_a_loop_reads() -> None:
     def loop(model: Any) -> list[str]:
-        found = records_read(sys._getframe(), {"seen"})
+        found = [code for code in codes_around(sys._getframe()) if reads_records(code, {"seen"})]
         return [code.co_name for code in found] + ([str(model.seen)] if model is None else [])
 
     assert loop(Recorded()) == ["loop"]
@@ -236,7 +236,7 @@ def test_records_that_a_loop_reads() -> None:
 
 def test_records_that_a_loop_only_sets_or_empties() -> None:
     def setting(model: Any) -> list[str]:
-        found = records_read(sys._getframe(), {"seen"})
+        found = [code for code in codes_around(sys._getframe()) if reads_records(code, {"seen"})]
         model.seen = []
         model.forget()
         return [code.co_name for code in found]

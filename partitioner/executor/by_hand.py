@@ -19,7 +19,7 @@ from itertools import pairwise
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from partitioner.running import functions_behind, is_installed, is_own, names_of
+from partitioner.running import functions_behind, is_installed, names_of
 
 _TAKEN = frozenset({"norm", "vector_norm", "isfinite", "isnan", "isinf", "dot"})
 """What becomes another value where some gradients are left out."""
@@ -31,68 +31,45 @@ _OF_THE_FORWARD = frozenset({"forward", "__call__", "__init__"})
 _INLINE = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>", "<lambda>"})
 
 
-def warn_of_gradients_by_hand() -> None:
-    """A warning for each function of the caller's own code that seems to take a norm over gradients."""
-    for code in gradients_by_hand(sys._getframe(1)):
-        warnings.warn_explicit(
-            f"{code.co_name} seems to take norms of gradients, or to look whether all are finite, by hand: here they "
-            "are those of this rank's stage, and what is decided by them would differ between stages. "
-            "stage.clip_grad_norm_(max_norm) clips by the norm over the whole model's gradients and gives it; with "
-            "max_norm=math.inf it only gives it, and it is finite where all gradients are",
-            UserWarning,
-            code.co_filename,
-            code.co_firstlineno,
-        )
+def warn_of_parts(names: Sequence[str], keys: Collection[str]) -> None:
+    """A warning for each function of the caller's own code that seems to take norms of gradients, or to read records.
 
-
-def warn_of_records_read(names: Sequence[str], keys: Collection[str]) -> None:
-    """A warning for each function of the caller's own code that seems to read what only the forward's layers write.
-
-    `names`: of these things; `keys`: attributes and variables that hold them.
+    `names`: of what several stages only write, for themselves; `keys`: attributes and variables that hold such things.
     """
-    for code in records_read(sys._getframe(1), keys) if names else ():
-        warnings.warn_explicit(
-            f"{code.co_name} seems to read {', '.join(map(repr, names[:3]))}{', ...' if len(names) > 3 else ''}, which "
-            "layers of several stages write: on each rank it is what the layers of its own stage wrote. What is set or "
-            "decided by it would differ between stages: put the parts of all ranks together first "
-            "(torch.distributed.all_gather_object)",
-            UserWarning,
-            code.co_filename,
-            code.co_firstlineno,
-        )
+    records = f"{', '.join(map(repr, names[:3]))}{', ...' if len(names) > 3 else ''}"
+    for code in codes_around(sys._getframe(1)):
+        if takes_gradients(code):
+            _warn(
+                code,
+                "take norms of gradients, or to look whether all are finite, by hand: here they are those of this "
+                "rank's stage, and what is decided by them would differ between stages. "
+                "stage.clip_grad_norm_(max_norm) clips by the norm over the whole model's gradients and gives it; with "
+                "max_norm=math.inf it only gives it, and it is finite where all gradients are",
+            )
+        if names and reads_records(code, keys):
+            _warn(
+                code,
+                f"read {records}, which layers of several stages write: on each rank it is what the layers of its own "
+                "stage wrote. What is set or decided by it would differ between stages: put the parts of all ranks "
+                "together first (torch.distributed.all_gather_object)",
+            )
 
 
-def records_read(frame: FrameType | None, keys: Collection[str]) -> list[CodeType]:
-    """Of the user's functions as in `gradients_by_hand`, the ones that take something by these names."""
-    return [code for code in _codes_around(frame) if code.co_name not in _OF_THE_FORWARD and _reads(code, keys)]
+def _warn(code: CodeType, what: str) -> None:
+    text = f"{code.co_name} seems to {what}"
+    warnings.warn_explicit(text, UserWarning, code.co_filename, code.co_firstlineno)
 
 
-def _reads(code: CodeType, keys: Collection[str]) -> bool:
-    codes = list(_inline(code))
-    names = {name for one in codes for name in one.co_names}
-    if names.isdisjoint(keys) or names & _AGREED:
-        return False
-    for one in codes:
-        steps = list(dis.get_instructions(one))
-        for step, following in pairwise(steps):
-            is_emptied = following.argval in _EMPTYING
-            if step.argval in keys and step.opname in _LOADS and not is_emptied:
-                return True
-    return False
+def codes_around(frame: FrameType | None) -> Iterator[CodeType]:
+    """Code of the user's functions that are under way, and of those that they lead to: each once.
 
-
-def gradients_by_hand(frame: FrameType | None) -> list[CodeType]:
-    """Of the user's functions that are under way, and those that they lead to, the ones that seem to do so."""
-    return [code for code in _codes_around(frame) if _takes_gradients(code)]
-
-
-def _codes_around(frame: FrameType | None) -> Iterator[CodeType]:
-    """Each once; what is called like a method of an object at hand is taken for it."""
+    What is called like a method of an object at hand is taken for it.
+    """
     waiting: list[tuple[CodeType, dict[str, Any]]] = []
     methods: dict[str, list[FunctionType]] = {}
     known: set[type] = set()
     while frame is not None:
-        if not _is_libraries(frame.f_globals.get("__name__", "")):
+        if not is_installed(frame.f_globals.get("__name__", "")):
             waiting.append((frame.f_code, frame.f_globals))
             variables = _variables(frame)
             for value in (*variables, *frame.f_globals.values()):
@@ -113,7 +90,7 @@ def _codes_around(frame: FrameType | None) -> Iterator[CodeType]:
         for name in names:
             found = space.get(name)
             if isinstance(found, ModuleType):
-                if not _is_libraries(found.__name__):
+                if not is_installed(found.__name__):
                     for each in names:
                         inside = vars(found).get(each)
                         waiting += _own([inside] if isinstance(inside, FunctionType) else ())
@@ -133,7 +110,7 @@ def _variables(frame: FrameType) -> list[Any]:
 
 def _enter(cls: type, methods: dict[str, list[FunctionType]], known: set[type]) -> None:
     for base in cls.__mro__:
-        if base in known or _is_libraries(base.__module__):
+        if base in known or is_installed(base.__module__):
             continue
         known.add(base)
         for name, found in vars(base).items():
@@ -142,23 +119,35 @@ def _enter(cls: type, methods: dict[str, list[FunctionType]], known: set[type]) 
 
 
 def _own(functions: Iterable[FunctionType]) -> list[tuple[CodeType, dict[str, Any]]]:
-    return [(one.__code__, one.__globals__) for one in functions if not _is_libraries(one.__module__ or "")]
+    return [(one.__code__, one.__globals__) for one in functions if not is_installed(one.__module__ or "")]
 
 
-def _is_libraries(module: str) -> bool:
-    return is_own(module) or is_installed(module)
-
-
-def _takes_gradients(code: CodeType) -> bool:
-    codes = list(_inline(code))
-    names = {name for one in codes for name in one.co_names}
+def takes_gradients(code: CodeType) -> bool:
+    """Whether a function seems to take a norm over gradients, or to look whether they are finite."""
+    names = _named_in(code)
     if names.isdisjoint(_TAKEN) or "grad" not in names or names & _AGREED:
         return False
     return any(
         step.argval == "grad" and step.opname.startswith(("LOAD_ATTR", "LOAD_METHOD"))
-        for one in codes
+        for one in _inline(code)
         for step in dis.get_instructions(one)
     )
+
+
+def reads_records(code: CodeType, keys: Collection[str]) -> bool:
+    """Whether a function of the loop seems to take something by these names, other than to empty it."""
+    names = _named_in(code)
+    if code.co_name in _OF_THE_FORWARD or names.isdisjoint(keys) or names & _AGREED:
+        return False
+    return any(
+        step.argval in keys and step.opname in _LOADS and following.argval not in _EMPTYING
+        for one in _inline(code)
+        for step, following in pairwise(dis.get_instructions(one))
+    )
+
+
+def _named_in(code: CodeType) -> set[str]:
+    return {name for one in _inline(code) for name in one.co_names}
 
 
 def _inline(code: CodeType) -> Iterator[CodeType]:

@@ -20,7 +20,7 @@ from partitioner.errors import ArgumentError, NotBuiltError, SetupError, Unsuppo
 from partitioner.executor.afterwards import Afterwards, NoLocalNorm
 from partitioner.executor.agreement import Alike, digest, refuse_differing, refuse_drift, refuse_other_order
 from partitioner.executor.buffers import ReplicaBuffers
-from partitioner.executor.by_hand import warn_of_gradients_by_hand, warn_of_records_read
+from partitioner.executor.by_hand import warn_of_parts
 from partitioner.executor.division import Division
 from partitioner.executor.failures import Failures
 from partitioner.executor.inputs import InputGradients
@@ -280,9 +280,7 @@ class LiveStage:
             self._afterwards.check()
             self._afterwards.begin()
             if self._num_steps == 0 and (self._mesh.num_stages > 1 or self._division.divides):
-                warn_of_gradients_by_hand()
-                if self._state is not None:
-                    warn_of_records_read(*self._state.kept_apart())
+                warn_of_parts(*((), ()) if self._state is None else self._state.kept_apart())
             self._recorder.begin()
             microbatches, weights = self._prepared(inputs, target, self._loss)
             total, shares = self._shares(microbatches, weights)
