@@ -9,8 +9,8 @@ Sends return at once and receives wait, so any list that `check_schedule` accept
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -132,23 +132,12 @@ class Pipeline:
     def evaluate(self, step: int, microbatches: Sequence[MicroBatch]) -> list[Any]:
         """Forward of all micro-batches that are this rank's; the last stage's outputs, of all of them."""
         mesh, count, outputs = self._mesh, len(microbatches), dict[int, Any]()
-        senders = [sender for some in self._to.values() for sender in some]
-        if mesh.world is not None:
-            mesh.world.begin(count)
-        if mesh.turn < count:
-            for some in self._from.values():
-                some.of(mesh.turn).expect()
         counts = [len(mesh.ranks_in_turn(stage)) for stage in range(mesh.num_stages)]
-        with self._part.held():
+        with self._without_backward(count) as is_over:
             for action in taking_turns(counts, count)[sum(counts[: mesh.stage]) + mesh.turn]:
                 self.now, k = action, action.microbatch
                 outputs[k] = self._forward("E", step, k, count, microbatches[k]).output
-                del self._runs[k]
-                for sender in senders:
-                    sender.keep_at_most(mesh.num_stages)
-        self.now = None
-        for sender in senders:
-            sender.flush()
+                is_over(k)
         if self._beside is not None:
             outputs = self._beside.exchanged(step, outputs, count)
         return [outputs[k] for k in sorted(outputs)]
@@ -156,13 +145,8 @@ class Pipeline:
     def loss_of(self, step: int, microbatches: Sequence[MicroBatch], shares: Sequence[float]) -> torch.Tensor | None:
         """Forward of all micro-batches, without gradients: the last stage's part of the loss; None on other stages."""
         mesh, count = self._mesh, len(microbatches)
-        if mesh.world is not None:
-            mesh.world.begin(count)
-        for some in self._from.values():
-            some.of(0).expect()
-        senders = [sender for some in self._to.values() for sender in some]
         total: torch.Tensor | None = None
-        with self._part.held():
+        with self._without_backward(count) as is_over:
             for k in range(count):
                 self.now = Action(mesh.stage, "F", k)
                 if mesh.is_last:
@@ -171,13 +155,29 @@ class Pipeline:
                     del self._roots[k]
                 else:
                     self._forward("E", step, k, count, microbatches[k])
-                del self._runs[k]
-                for sender in senders:
-                    sender.keep_at_most(mesh.num_stages)
+                is_over(k)
+        return total
+
+    @contextmanager
+    def _without_backward(self, count: int) -> Iterator[Callable[[int], None]]:
+        """Around forwards of which nothing is kept: what is to be called when one is over."""
+        mesh, senders = self._mesh, [sender for some in self._to.values() for sender in some]
+        if mesh.world is not None:
+            mesh.world.begin(count)
+        if mesh.turn < count:
+            for some in self._from.values():
+                some.of(mesh.turn).expect()
+
+        def is_over(k: int) -> None:
+            del self._runs[k]
+            for sender in senders:
+                sender.keep_at_most(mesh.num_stages)
+
+        with self._part.held():
+            yield is_over
         self.now = None
         for sender in senders:
             sender.flush()
-        return total
 
     def drop(self) -> None:
         """Let go of every connection and half-done message; gloo closes a connection when nothing refers to it."""
