@@ -167,9 +167,8 @@ class Attributes:
     def _watch_new(self) -> None:
         places = list(self._reach.places.values())
         for place in places[self._num_known :]:
-            if (
-                place.may_change and not place.is_sink and place.kind not in ("module", "buffers")
-            ):  # of these every change is told
+            is_told = place.kind in ("module", "buffers")  # of every change
+            if place.may_change and not place.is_sink and not is_told:
                 self._watched.append(Watched(place))
         self._num_known = len(places)
 

@@ -85,23 +85,25 @@ def foretold(strangers: Collection[int] = ()) -> Foretold:
 
     `strangers`: buffers by id that this rank does not have.
     """
-    under_way: list[tuple[FrameType, _Point]] = []
+    under_way: list[tuple[FrameType, ast.FunctionDef, _Point]] = []
     frame = inspect.currentframe()
     frame = frame and frame.f_back  # not this one, where the instruction is another each time it is asked
     while frame is not None:
         if (id(frame.f_code) << 32) + frame.f_lasti not in _PASSED_BY:
             point = _POINTS.get((id(frame.f_code), frame.f_lasti)) or _pointed(frame)
             if point.function is not None:
-                under_way.append((frame, point))
+                under_way.append((frame, point.function, point))
             if point.is_outermost:
                 break
         frame = frame.f_back
-    if not any(point.may_set and _may_foretell(frame, point.calls) for frame, point in under_way):  # most models' way
+    if not any(
+        point.may_set and _may_foretell(frame, point.calls) for frame, _, point in under_way
+    ):  # most models' way
         return {}
     rest = _Rest(strangers)
-    for frame, point in under_way:
-        if point.function is not None and (point.may_set or rest.sets):
-            rest.resume(frame, point.function, point.at)
+    for frame, function, point in under_way:
+        if point.may_set or rest.sets:
+            rest.resume(frame, function, point.at)
     return {key: one for key, one in rest.sets.items() if one[2] is not _UNKNOWN}
 
 

@@ -196,6 +196,16 @@ def test_gradients_that_overflow_on_one_stage_are_stepped_over_on_all(ranks: Ran
     assert torch.amp.GradScaler._unscale_grads_.__module__ == "torch.amp.grad_scaler"
 
 
+def stepped(scaler: torch.amp.GradScaler, optimizers: list[torch.optim.SGD]) -> float:
+    """The factor after a step of all optimizers."""
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    return scaler.get_scale()
+
+
 def scaled_by_parts(stage: LiveStage, case: Case) -> list[float]:
     """As above, with an optimizer for each half of the model, of which a rank holds nothing of one."""
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
@@ -207,12 +217,7 @@ def scaled_by_parts(stage: LiveStage, case: Case) -> list[float]:
         for name, parameter in stage.named_parameters():
             if step == 1 and name == "layers.2.bias":
                 parameter.grad[0] = float("inf")  # type: ignore[index]
-        for optimizer in optimizers:
-            scaler.step(optimizer)
-        scaler.update()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        factors.append(scaler.get_scale())
+        factors.append(stepped(scaler, optimizers))
     return factors
 
 
@@ -235,11 +240,7 @@ def scaled_by_shape(stage: LiveStage, case: Case) -> list[float]:
         for optimizer in optimizers:
             if step == 1 and optimizer is optimizers[-1] and stage.stage == 0:
                 optimizer.param_groups[0]["params"][0].grad[0] = float("inf")
-            scaler.step(optimizer)
-        scaler.update()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        factors.append(scaler.get_scale())
+        factors.append(stepped(scaler, optimizers))
     return factors
 
 
