@@ -342,7 +342,7 @@ class SharedState:
         self.is_moving = self.is_moving or bool(found)
         for change in found:
             earlier = self._readers_of(change) & ((1 << self._stage) - 1)
-            name = change.place.attribute_of(change.key)
+            name = self._captured_name(change.place, change.key)
             is_captured = name in self._ours and (name not in self._foretold or name in self._returning)
             if refusing and earlier and not is_captured and (id(change.place.owner), change.key) not in self._expected:
                 raise UnsupportedModelError(self._refusal(change, who, (earlier & -earlier).bit_length() - 1))
@@ -435,7 +435,8 @@ class SharedState:
         is_array = change.content and not isinstance(change.now, torch.Tensor)
         code = encoder(content_of(change.now) if is_array else change.now)
         problem = withheld_in(code)
-        is_captured = place.attribute_of(key) in self._by_layers
+        captured = self._captured_name(place, key)
+        is_captured = captured in self._by_layers
         names = [
             None if change.content else name(tensor, left_name(place.name_of(key), k), is_captured)
             for k, tensor in enumerate(encoder.tensors)
@@ -447,7 +448,7 @@ class SharedState:
                 problem = "tensor with a gradient"
             elif not is_sendable(tensor):
                 problem = "tensor of a special kind"
-        is_read = self._readers_of(change) >> (self._stage + 1) or place.attribute_of(key) not in self._ours
+        is_read = self._readers_of(change) >> (self._stage + 1) or captured not in self._ours
         if problem and is_read:
             raise UnsupportedModelError(
                 f"{who} of stage {self._stage} puts a {problem} into {place.name_of(key)!r}, which later stages reach "
@@ -457,9 +458,15 @@ class SharedState:
         told = zip(names, encoder.tensors, strict=True)
         return (*label, code, tuple(_bytes_of(tensor) if sent is None else sent for sent, tensor in told))
 
+    def _captured_name(self, place: Place, key: Any) -> str:
+        """The attribute that it is, or that holds the container that it is in: what capture knows an entry by."""
+        name = place.attribute_of(key)
+        is_inside = name not in self._writers and place.name != place.attribute and place.attribute in self._writers
+        return place.attribute if is_inside else name
+
     def _readers_of(self, change: Change) -> int:
         """Stages that reach what has changed; where the captured forward changed that too, those that read it then."""
-        name = change.place.attribute_of(change.key)
+        name = self._captured_name(change.place, change.key)
         if isinstance(change.place, BufferPlace) and name in self._buffers:
             return self._buffers[name]
         if change.content and change.place.twins:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import linecache
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -329,3 +332,16 @@ def test_a_wrong_number_of_torchrun_processes_ends_all_of_them_with_both_numbers
     assert ran.returncode != 0
     assert ran.stdout.count("planned: 3 processes were started, but the plan would be for 2 devices") == 3
     assert "the plan is for 2 ranks (2 stages x 1 replica), but 3 processes were started" in ran.stderr
+
+
+def test_code_that_ranks_get_by_value_has_its_source() -> None:
+    """A function of a notebook, whose cells are no files."""
+    name, text = "<a cell>", "def fn():\n    return 3\n"
+    space: dict[str, Any] = {"__name__": "__main__"}
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    exec(compile(text, name, "exec"), space)
+    sent = launcher._pickled(space["fn"])
+    del linecache.cache[name]
+    found = pickle.loads(sent)
+    assert (found(), inspect.getsource(found.__code__)) == (3, text)
+    del linecache.cache[name]

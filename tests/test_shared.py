@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections import defaultdict
 from collections.abc import Callable
@@ -271,3 +272,58 @@ def test_what_hooks_share_that_come_after_the_plan_is_looked_after_too(writer: i
         return
     for _ in range(2):
         torch.testing.assert_close(chain(parts, (x,), {})[0][-1].output, whole(x))
+
+
+class Total:
+    def __init__(self) -> None:
+        self.sum = 0.0
+
+    def update(self, value: float) -> None:
+        self.sum += value
+
+
+class Totalling(nn.Module):
+    """Each layer has an entry of a dict, which comes to be in its first forward; the last one reads them all."""
+
+    class Layer(nn.Module):
+        def __init__(self, totals: dict[str, Total], name: str) -> None:
+            super().__init__()
+            self.layer, self.totals, self.name = nn.Linear(4, 4), totals, name
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = torch.tanh(self.layer(x))
+            self.totals.setdefault(self.name, Total()).update(float(x.detach().mean()))
+            return x
+
+    class Last(nn.Module):
+        def __init__(self, totals: dict[str, Total]) -> None:
+            super().__init__()
+            self.layer, self.totals = nn.Linear(4, 4), totals
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) * (1 + sum(one.sum for one in self.totals.values()))
+
+    def __init__(self) -> None:
+        super().__init__()
+        totals: dict[str, Total] = {}
+        self.before = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        self.layers = nn.ModuleList(self.Layer(totals, name) for name in "abc")
+        self.last = self.Last(totals)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.before(x)
+        for layer in self.layers:
+            x = layer(x)
+        return torch.as_tensor(self.last(x))
+
+
+def test_what_entries_of_a_growing_dict_hold_is_known_by_the_dict() -> None:
+    """All of it is on the last stage; the earlier one, which could reach it, does not read it."""
+    torch.manual_seed(0)
+    case = Case(Totalling(), (torch.randn(8, 4),), loss_fn=lambda output, target: output.square().mean())
+    captured = capture(case.model, case.args, max_share=0.0)
+    stage_of = split(captured, [possible_cuts(captured)[-1]])
+    whole, models = copy.deepcopy(case.model), stage_models(case.model, captured, stage_of)
+    for step in range(3):
+        expected = run_whole(case, seed=step, model=whole)
+        assert difference(expected, run_cut(case, captured, stage_of, seed=step, models=models))[0] < 1e-6

@@ -8,6 +8,9 @@ The first failure ends all ranks; it is raised with its place.
 from __future__ import annotations
 
 import contextlib
+import io
+import linecache
+import marshal
 import os
 import pickle
 import signal
@@ -16,9 +19,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
+from collections import ChainMap, deque
 from collections.abc import Callable
 from pathlib import Path
+from types import CodeType
 from typing import IO, Any
 
 import cloudpickle
@@ -50,7 +54,7 @@ def launch(fn: Callable[..., Any], ranks: Plan | int, *args: Any) -> list[Any]:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     with tempfile.TemporaryDirectory(prefix="partitioner-") as folder:
         job = Path(folder)
-        (job / "call").write_bytes(cloudpickle.dumps((fn, args)))
+        (job / "call").write_bytes(_pickled((fn, args)))
         processes: list[_Rank] = []
         try:
             for rank in range(num_ranks):
@@ -60,6 +64,32 @@ def launch(fn: Callable[..., Any], ranks: Plan | int, *args: Any) -> list[Any]:
             for process in processes:
                 process.end()
         return [process.answer()["result"] for process in processes]
+
+
+def _pickled(call: Any) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file).dump(call)
+    return file.getvalue()
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
+    """Code goes by value with the name of its file, which cloudpickle drops: ranks read the source of a model."""
+
+    dispatch_table = ChainMap({CodeType: lambda code: _reduced(code)}, cloudpickle.Pickler.dispatch_table)
+
+
+def _reduced(code: CodeType) -> tuple[Any, ...]:
+    name = code.co_filename
+    lines = None if Path(name).exists() else linecache.getlines(name)
+    return _code_of, (marshal.dumps(code), name, lines)
+
+
+def _code_of(content: bytes, name: str, lines: list[str] | None) -> CodeType:
+    """On a rank, of the same Python. `lines`: of what has no file, as a notebook's cell."""
+    if lines:
+        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
+    code: CodeType = marshal.loads(content)
+    return code
 
 
 class _Rank:
