@@ -305,7 +305,7 @@ class Totalling(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        totals: dict[str, Total] = {}
+        self.totals = totals = dict[str, Total]()
         self.before = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
         self.layers = nn.ModuleList(self.Layer(totals, name) for name in "abc")
         self.last = self.Last(totals)
