@@ -4,13 +4,16 @@ A loss that is a mean over something is, for the whole batch, the mean of the mi
 of it each holds: samples, or valid labels where some labels are to be ignored. A sum is added up.
 
     loss = sum over micro-batches and replicas of  weight / total weight * loss of the micro-batch
+
+Where a loss adds up several terms, each a mean over something of its own, that holds of each term.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -21,12 +24,15 @@ from partitioner.microbatches import MicroBatch
 from partitioner.restore import kept_by
 from partitioner.specs import Counted, LossRule
 from partitioner.structures import tensors_in
+from partitioner.terms import Seen, Terms, taken_apart
 
 IGNORED = -100
 """The label that torch and Hugging Face leave out of the mean, unless told otherwise."""
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 LossWeight = Callable[[Any, Any], Any] | Literal["sum", "samples"]
+Weight = float | tuple[float, ...]
+"""What a micro-batch counts for, or its share of all; of a loss in terms that of each, and of what has no gradient."""
 
 
 class Loss:
@@ -54,12 +60,20 @@ class Loss:
         self.beside: tuple[Any, ...] = ()
         """More that is to be given back after trial runs: weights that forwards write into."""
         self._loss_weight: LossWeight | Counted | None = loss_weight
+        self._terms: LossRule | None = None
+        """Where the loss adds up terms."""
+        self._hows: tuple[Literal["sum", "samples"] | Counted, ...] = ()
+        """Their rules, each once; at last that of what has no gradient."""
+        self._seen: Seen | None = None
         self._parameters = _parameter_names(model)
         self.name = name_of(loss_fn)
         if loss_weight is None and rule is not None:
             self._loss_weight = self._told_by(rule)
+            if rule.how == "terms":
+                self._terms = rule
+                self._hows = (*dict.fromkeys((*rule.terms, *rule.received)), "samples")
 
-    def _told_by(self, rule: LossRule) -> LossWeight | Counted:
+    def _told_by(self, rule: LossRule) -> LossWeight | Counted | None:
         if rule.loss != self.name:
             here, there = (f"loss_fn={one}" if one else "the model's own loss" for one in (self.name, rule.loss))
             raise ArgumentError(
@@ -71,11 +85,13 @@ class Loss:
                 "the plan was made with a function as loss_weight, and functions are not saved with plans: pass "
                 "loss_weight= here too"
             )
-        return rule.how
+        return None if rule.how == "terms" else rule.how
 
     def rule(self) -> LossRule | None:
         """What a plan is to keep of how losses add up; None where each batch tells."""
         how = self._loss_weight
+        if self._terms is not None:
+            return self._terms
         if how is None:
             return None
         return LossRule(loss=self.name, how="given" if callable(how) else how)
@@ -108,6 +124,48 @@ class Loss:
             raise ArgumentError(f"{made_by} of shape {tuple(loss.shape)}; a loss is one number: average it")
         return loss.reshape(())
 
+    def watching(self) -> AbstractContextManager[None]:
+        """Around the forward that makes what `part` is given: with gradients, where the loss is to be taken apart."""
+        return self.taking_apart() if self._terms else nullcontext()
+
+    @contextmanager
+    def taking_apart(self) -> Iterator[None]:
+        """Around the forward that makes what `taken_apart` is given."""
+        with torch.enable_grad(), Seen() as self._seen:
+            yield
+
+    def taken_apart(self, output: Any, target: Any) -> Terms:
+        """The micro-batch's loss in its terms."""
+        seen, self._seen = self._seen or Seen(), None
+        with torch.enable_grad():
+            with seen:
+                loss = self.of(output, target)
+            return taken_apart(loss, seen)
+
+    def part(self, output: Any, target: Any, share: Weight) -> torch.Tensor:
+        """What the micro-batch adds to the loss of the batch, 0-d; 0 without a graph where it counts for nothing."""
+        if not isinstance(share, tuple):
+            loss = self.of(output, target)
+            return loss * share if share else torch.zeros_like(loss.detach())
+        assert self._terms is not None
+        terms, found = self.taken_apart(output, target), self._terms.terms
+        if len(terms.values) == len(self._terms.received):
+            found = self._terms.received
+        if len(terms.values) != len(found):
+            raise ArgumentError(
+                f"the loss of this micro-batch adds up {len(terms.values)} terms with gradients, and the plan found "
+                f"{len(found)}, each weighted by what it is a mean over: pass batches like the plan's (the same "
+                "arguments, labels of every kind), say what a micro-batch counts for (loss_weight=), or leave the "
+                "batch whole (microbatches=1)"
+            )
+        return terms.shared([share[self._hows.index(how)] for how in found], share[-1])
+
+    def alone(self, output: Any, target: Any) -> torch.Tensor:
+        """The loss of a micro-batch that is the whole batch."""
+        if not self._terms:
+            return self.of(output, target)
+        return self.part(output, target, (1.0,) * len(self._hows))
+
     def _compared(self, output: Any, target: Any) -> Any:
         assert self._loss_fn is not None
         if target is not None:
@@ -124,12 +182,22 @@ class Loss:
         """Whether the whole batch's loss is the sum of the micro-batches' losses."""
         if self._loss_weight is not None:
             return self._loss_weight == "sum"
+        if self._terms:
+            return False
         if self._loss_fn is None:
             return kwargs.get("num_items_in_batch") is not None
         return bool(self._setting("reduction") == "sum")
 
-    def weights(self, microbatches: Sequence[MicroBatch], inputs: Sequence[Any]) -> list[float]:
+    def weights(self, microbatches: Sequence[MicroBatch], inputs: Sequence[Any]) -> Sequence[Weight]:
         """What each micro-batch counts for; `inputs` are the micro-batches in the form the caller's batch had."""
+        if self._terms:
+            return [
+                tuple(
+                    self.counted(how, one) if isinstance(how, Counted) else 1.0 if how == "sum" else float(one.samples)
+                    for how in self._hows
+                )
+                for one in microbatches
+            ]
         if self.is_sum(microbatches[0].kwargs):
             return [1.0] * len(microbatches)
         if self._loss_weight == "samples":
@@ -154,6 +222,29 @@ class Loss:
                     f"accumulated gradients do (loss_weight='samples'), or do not cut the batch (microbatches=1)"
                 )
         return [float(weight) for weight in first]
+
+    def shares(
+        self,
+        microbatches: Sequence[MicroBatch],
+        weights: Sequence[Weight],
+        everywhere: Callable[[torch.Tensor], torch.Tensor] = lambda here: here,
+    ) -> tuple[bool, list[Weight]]:
+        """Whether anything of the batch counts, and each micro-batch's share of the loss of the batch.
+
+        `everywhere`: the sum over replicas of a tensor. Of a term of which nothing counts, shares are NaN.
+        """
+        if self.is_sum(microbatches[0].kwargs):
+            return True, [1.0] * len(weights)
+        totals = everywhere(torch.tensor(weights, dtype=torch.float64).sum(0)).tolist()
+        if not self._terms:
+            return bool(totals), [weight / totals if totals else 0.0 for weight in weights]  # type: ignore[operator]
+        return True, [
+            tuple(
+                1.0 if how == "sum" else one / total if total else float("nan")
+                for one, total, how in zip(weight, totals, self._hows, strict=True)  # type: ignore[arg-type]
+            )
+            for weight in weights
+        ]
 
     def counted(self, what: Counted, microbatch: MicroBatch) -> float:
         """What a micro-batch counts for, by a tensor of it."""

@@ -319,11 +319,12 @@ def _refuse_packed(value: Any) -> None:
         )
 
 
-def join(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float], batch_dim: int = 0) -> Any:
+def join(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[Any], batch_dim: int = 0) -> Any:
     """The outputs of all micro-batches as one: what one call on the whole batch would have returned.
 
     Tensors with a micro-batch's size along the batch dimension are put together; 0-d ones are averaged by `weights`;
-    equal values stay one value. What cannot be joined is a list of the parts.
+    equal values stay one value. What cannot be joined is a list of the parts, 0-d tensors too where a weight is of
+    several terms.
 
     >>> join([{"y": torch.zeros(2, 3)}, {"y": torch.ones(1, 3)}], [2, 1], [2, 1])["y"].shape
     torch.Size([3, 3])
@@ -361,13 +362,13 @@ def join(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float],
     return list(outputs)
 
 
-def _join_tensors(tensors: Sequence[torch.Tensor], sizes: Sequence[int], weights: Sequence[float], dim: int) -> Any:
+def _join_tensors(tensors: Sequence[torch.Tensor], sizes: Sequence[int], weights: Sequence[Any], dim: int) -> Any:
     first = tensors[0]
     if all(tensor.dim() > dim and tensor.shape[dim] == size for tensor, size in zip(tensors, sizes, strict=True)):
         rest = [tensor.shape[:dim] + tensor.shape[dim + 1 :] for tensor in tensors]
         if all(shape == rest[0] for shape in rest):
             return torch.cat(list(tensors), dim)
-    if first.dim() == 0 and first.is_floating_point():
+    if first.dim() == 0 and first.is_floating_point() and not any(isinstance(weight, tuple) for weight in weights):
         total = sum(weights) or 1.0
         parts = [tensor * (weight / total) for tensor, weight in zip(tensors, weights, strict=True) if weight]
         return torch.stack(parts).sum(0) if parts else first

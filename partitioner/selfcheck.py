@@ -95,6 +95,16 @@ def check_split(
     return worst
 
 
+def in_stages(model: nn.Module, profile: Profile, stage_of: Mapping[str, int], loss: Loss) -> Callable[..., Any]:
+    """The model's forward, run by its stages one after another in this process: what it returns."""
+    slices = [Slice(model, profile, stage_of, stage, loss=loss.function) for stage in range(max(stage_of.values()) + 1)]
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return chain(slices, args, kwargs)[0][-1].output
+
+    return forward
+
+
 def check_order(model: nn.Module, first: MicroBatch, second: MicroBatch, loss: Loss, *, seed: int = 0) -> None:
     """Whether a micro-batch's forward may come before the backward of the one before it; the model is untouched.
 
@@ -232,8 +242,9 @@ def _sliced(
         change(0 if here is None else here + 1)
         _seed_python(seed)
 
-    runs, backward = chain(slices, part.args, part.kwargs, before_each=begin, before_backward=change)
-    value = loss.of(runs[-1].output, part.target)
+    with loss.watching():
+        runs, backward = chain(slices, part.args, part.kwargs, before_each=begin, before_backward=change)
+        value = loss.alone(runs[-1].output, part.target)
     _refuse_weights_in_loss(value, elsewhere)
     backward(value)
     change(None)
@@ -296,7 +307,8 @@ def _seed_python(seed: int) -> None:
 
 def _plain(model: nn.Module, part: MicroBatch, loss: Loss) -> torch.Tensor:
     args, kwargs = map_tensors((part.args, part.kwargs), copied)
-    value = loss.of(model(*args, **kwargs), part.target)
+    with loss.watching():
+        value = loss.alone(model(*args, **kwargs), part.target)
     if value.requires_grad:  # not where nothing at all is trained
         value.backward()  # type: ignore[no-untyped-call]
     return value.detach()

@@ -425,8 +425,13 @@ class LossRule(Given):
 
     loss: str
     """Whose rule it is: the name of loss_fn, "" for the model's own loss."""
-    how: Literal["sum", "samples", "given"] | Counted
-    """Added up; a mean weighted by samples, or by what is counted; given: by a function of the user's, not saved."""
+    how: Literal["sum", "samples", "given", "terms"] | Counted
+    """Added up; a mean weighted by samples, or by what is counted; given: by a function of the user's, not saved;
+    terms: it adds up several, each as `terms` says."""
+    terms: tuple[Literal["sum", "samples"] | Counted, ...] = ()
+    """In the order in which the graph of the whole model's loss holds them."""
+    received: tuple[Literal["sum", "samples"] | Counted, ...] = ()
+    """As the last stage has them, where an earlier one has added some up; () where as `terms`."""
 
 
 class Training(Given):

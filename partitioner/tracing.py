@@ -396,7 +396,7 @@ def _watched_apply(function: type[torch.autograd.Function], *args: Any, **kwargs
         _note_recomputation()
     if watcher is not None and watcher.in_custom:
         watcher.on_hidden_apply(args, kwargs)
-    if watcher is None or watcher.in_custom or not torch._C._len_torch_function_stack():  # inside of a function
+    if watcher is None or watcher.in_custom or not _is_told():
         return run(*args, **kwargs)
     if function.__name__ == "CheckpointFunction":
         return watcher.on_checkpoint(run, args, kwargs)
@@ -429,7 +429,7 @@ def _watched_script(function: Any, *args: Any, **kwargs: Any) -> Any:
 
     if watcher is not None and watcher.in_custom:
         watcher.on_hidden_apply(args, kwargs)
-    if watcher is None or watcher.in_custom or not torch._C._len_torch_function_stack():
+    if watcher is None or watcher.in_custom or not _is_told():
         return run(*args, **kwargs)
     with _untold():
         return watcher.on_function(f"apply {function.name}", run, args, kwargs)
@@ -660,6 +660,12 @@ def _leave_mode() -> TorchFunctionMode | None:
     return None
 
 
+def _is_told() -> bool:
+    """Whether the watcher is told of functions; inside of one it is not, though other modes may be."""
+    modes = range(torch._C._len_torch_function_stack())
+    return any(type(torch._C._get_function_stack_at(k)) is _Functions for k in modes)
+
+
 def _enter_mode(mode: TorchFunctionMode | None) -> None:
     """What `_leave_mode` did, undone."""
     if mode is None:
@@ -681,7 +687,7 @@ def _untold() -> Iterator[None]:
 def tell(name: str, run: Callable[..., None], *given: Any) -> None:
     """Run a function that torch's modes may not see, as one that the watcher is told of."""
     watcher = _current.here.watcher
-    if watcher is None or watcher.in_custom or not torch._C._len_torch_function_stack():  # inside of a function
+    if watcher is None or watcher.in_custom or not _is_told():
         run(*given)
         return
     with _untold():

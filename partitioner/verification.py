@@ -345,18 +345,17 @@ def _timed_step(model: nn.Module, shards: list[list[MicroBatch]], inputs: Any, l
     """
     parts = [part for shard in shards for part in shard]
     weights = loss.weights(parts, [as_given(part, inputs) for part in parts])
-    total = 1.0 if loss.is_sum(parts[0].kwargs) else sum(weights)
-    shares = iter(weight / total for weight in weights)
+    shares = iter(loss.shares(parts, weights)[1])
     sums: dict[nn.Parameter, torch.Tensor] = {}
     value = seconds = 0.0
     for shard in shards:
         start = time.perf_counter()
         for part in shard:
             args, kwargs = in_own_containers((part.args, part.kwargs))
-            share, value_of_part = next(shares), loss.of(model(*args, **kwargs), part.target)
-            if not share:
-                continue  # a mean over nothing is NaN
-            scaled = value_of_part * share
+            with loss.watching():
+                scaled = loss.part(model(*args, **kwargs), part.target, next(shares))
+            if not scaled.requires_grad:
+                continue  # nothing in it counts
             scaled.backward()  # type: ignore[no-untyped-call]
             value += float(scaled.detach())
         seconds += time.perf_counter() - start

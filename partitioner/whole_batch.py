@@ -3,14 +3,17 @@
 A pipeline computes a loss for each micro-batch, as gradient accumulation does, so a loss that is a mean over something
 else than samples comes out wrong where no one says over what. Here the model's loss of the whole batch is compared with
 what its parts make of it; where that differs, with what they make as a sum, and as means over each tensor of the batch.
-What no weights can make good is a loss that compares samples with each other.
+A loss that adds up terms may have another of these rules for each. What no weights can make good is a loss that
+compares samples with each other.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -24,6 +27,7 @@ from partitioner.specs import Counted
 from partitioner.structures import map_tensors, tensors_in
 from partitioner.trial import copy_of
 
+T = TypeVar("T")
 TOLERANCE = 1e-4
 """Relative; batches of other sizes are computed by other kernels, in other orders of sums."""
 PADDING = (0, -100, -1, 255)
@@ -55,19 +59,18 @@ def compare(
     if count < 2:
         return None
     splits = [cutter.cut(batch.args, batch.kwargs, batch.target, number) for number in sorted({count, 2}, reverse=True)]
-    values = _values(model, [[batch], *splits], loss)
+    values = _values(model, [[batch], *splits], loss, _value)
     if values is None:
         return None
     [whole], *found = values
-    weights = [loss.weights(parts, [as_given(part, inputs) for part in parts]) for parts in splits]
+    weights = [
+        cast(Sequence[float], loss.weights(parts, [as_given(part, inputs) for part in parts])) for parts in splits
+    ]
     own = "sum" if loss.is_sum(batch.kwargs) else None
     tolerance = _tolerance(model)
 
     def missed(rule: Sequence[Sequence[float]], added: bool) -> float:
-        shares = [
-            abs(_made(one, weight, added) - whole) / (max(abs(whole), max(map(abs, one))) or 1.0)
-            for one, weight in zip(found, rule, strict=True)
-        ]
+        shares = [_missed(one, weight, added, whole, 0.0) for one, weight in zip(found, rule, strict=True)]
         return float(np.max(shares))  # NaN where one is
 
     def close(rule: Sequence[Sequence[float]], added: bool) -> bool:
@@ -93,32 +96,155 @@ def compare(
 def compare_uneven(
     model: nn.Module, batch: MicroBatch, inputs: Any, cutter: Cutter, count: int, loss: Loss
 ) -> Comparison | None:
-    """The same for a batch whose first micro-batch has fewer valid labels, where labels of several kinds count.
+    """The same for a batch whose first micro-batch has fewer valid labels, where a loss adds up terms.
 
     None where the loss's own rule tells how its parts add up then too, or it cannot be tried.
     """
     count = min(count, batch.samples)
     labels = loss.labels(batch)
-    if count < 2 or len(labels) < 2 or loss.rule() is not None:
+    if count < 2 or loss.rule() is not None:
         return None
-    samples = cutter.cut(batch.args, batch.kwargs, batch.target, count)[0].samples
+    if len(labels) < 2:
+        first = cutter.cut(batch.args, batch.kwargs, batch.target, count)[0]
+        numbers = (
+            _values(model, [[first]], loss, functools.partial(_terms, model))
+            if any(label.dim() > 1 for label in labels.values())
+            else None
+        )
+        if numbers is None or len(numbers[0][0]) <= 2:
+            return None
+
+    def left_out(kind: int, k: int) -> float:
+        return 0.5 if k == 0 else 0.0
+
+    uneven = _thinned(batch, loss, cutter, count, left_out, least_dim=2)
+    try:
+        parts = cutter.cut(uneven.args, uneven.kwargs, uneven.target, count)
+        loss.weights(parts, [as_given(part, inputs) for part in parts])
+    except ArgumentError:
+        loss, beside = Loss(model, loss.function, "samples"), loss.beside
+        loss.beside = beside
+        return compare(model, uneven, inputs, cutter, count, loss)
+    found = compare(model, uneven, inputs, cutter, count, loss) if len(labels) < 2 else None
+    return None if found is None or found.holds else found
+
+
+def compare_terms(
+    model: nn.Module,
+    batch: MicroBatch,
+    cutter: Cutter,
+    count: int,
+    loss: Loss,
+    forward: Callable[..., Any] | None = None,
+) -> tuple[Literal["sum", "samples"] | Counted, ...]:
+    """What each term of a loss that adds up several is: each makes up that of the batch with it. () where it is not so.
+
+    The batch is tried as it is and with labels of each kind left out in other numbers in each micro-batch: two rules
+    that fit one batch are told apart by that. The model is untouched. `forward`: what gives the model's output.
+    """
+    count = min(count, batch.samples)
+    if count < 2:
+        return ()
+    num_kinds = len(loss.labels(batch))
+
+    def left_out(kind: int, k: int) -> float:
+        return (kind + k) % (num_kinds + 1) / (num_kinds + 2)
+
+    uneven = [_thinned(batch, loss, cutter, count, left_out, least) for least in (1, 2)] if num_kinds else []
+    terms = functools.partial(_terms, forward or model)
+    fitting = _rules_of_terms(model, batch, cutter, count, loss, terms)
+    if fitting is None or len(fitting) < 2:
+        return ()
+    tried = (_rules_of_terms(model, one, cutter, count, loss, terms) for one in uneven)
+    more = next((found for found in tried if found is not None and all(found)), None if uneven else fitting)
+    if more is None or len(more) != len(fitting):
+        return ()
+    both = [[how for how in of_term if how in also] for of_term, also in zip(fitting, more, strict=True)]
+    return tuple(of_term[0] for of_term in both) if all(both) else ()
+
+
+def _rules_of_terms(
+    model: nn.Module, batch: MicroBatch, cutter: Cutter, count: int, loss: Loss, terms: Callable[..., list[float]]
+) -> list[list[Literal["sum", "samples"] | Counted]] | None:
+    """For each term the rules that fit, the likeliest first; None where the terms cannot be told."""
+    splits = [cutter.cut(batch.args, batch.kwargs, batch.target, number) for number in sorted({count, 2}, reverse=True)]
+    values = _values(model, [[batch], *splits], loss, terms)
+    if values is None or len({len(part) for parts in values for part in parts}) != 1:
+        return None
+    [[*whole, rest]], *found = values
+    tolerance = _tolerance(model)
+    size = max(map(abs, whole), default=0.0)
+    if abs(rest) > tolerance * size and not all(
+        _missed([one[-1] for one in of_parts], [float(part.samples) for part in parts], False, rest, 0.0) <= tolerance
+        for of_parts, parts in zip(found, splits, strict=True)
+    ):
+        return None
+    counted = [how for how in _candidates(batch) if _counts_labels(how, batch, loss)]
+    others = [how for how in _candidates(batch) if how not in counted]
+    likeliest: list[Literal["sum", "samples"] | Counted] = [*counted, "samples", "sum", *others]
+    weights = [
+        [
+            [
+                loss.counted(how, part) if isinstance(how, Counted) else 1.0 if how == "sum" else float(part.samples)
+                for part in parts
+            ]
+            for parts in splits
+        ]
+        for how in likeliest
+    ]
+    return [
+        [
+            how
+            for how, of_splits in zip(likeliest, weights, strict=True)
+            if all(
+                min(of_parts) >= 0
+                and sum(of_parts) > 0
+                and _missed([one[j] for one in of_split], of_parts, how == "sum", whole[j], size / 1e3) <= tolerance
+                for of_split, of_parts in zip(found, of_splits, strict=True)
+            )
+        ]
+        for j in range(len(whole))
+    ]
+
+
+def _counts_labels(how: Counted, batch: MicroBatch, loss: Loss) -> bool:
+    """Whether it counts labels of a batch that torch's losses do not ignore."""
+    held: Any = batch.target if how.argument == "target" else batch.kwargs.get(str(how.argument))
+    if isinstance(how.argument, int):
+        held = batch.args[how.argument]
+    tensor = list(tensors_in(held))[how.tensor]
+    return how.other_than == loss.ignored and any(tensor is label for label in loss.labels(batch).values())
+
+
+def _thinned(
+    batch: MicroBatch,
+    loss: Loss,
+    cutter: Cutter,
+    count: int,
+    left_out: Callable[[int, int], float],
+    least_dim: int,
+) -> MicroBatch:
+    """The batch with a part `left_out(kind, k)` of each sort of labels ignored in micro-batch k, from their ends.
+
+    Labels with fewer than `least_dim` dimensions stay: of those with one, whole samples would be left out.
+    """
+    labels = list(loss.labels(batch).values())
+    spans = [part.samples for part in cutter.cut(batch.args, batch.kwargs, batch.target, count)]
 
     def thinned(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dim() < 2 or not any(tensor is label for label in labels.values()):
+        kinds = [kind for kind, label in enumerate(labels) if label is tensor]
+        if tensor.dim() < least_dim or not kinds or tensor.shape[cutter.batch_dim] != batch.samples:
             return tensor
-        fewer = tensor.clone()
-        fewer.narrow(cutter.batch_dim, 0, samples)[..., tensor.shape[-1] // 2 :] = loss.ignored
+        fewer, start = tensor.clone(), 0
+        for k, samples in enumerate(spans):
+            mine = fewer.narrow(cutter.batch_dim, start, samples)
+            number = math.ceil(left_out(kinds[0], k) * mine.shape[-1])
+            mine[..., mine.shape[-1] - number :] = loss.ignored
+            start += samples
         return fewer
 
     args, kwargs, target = map_tensors((batch.args, batch.kwargs, batch.target), thinned)
-    try:
-        parts = cutter.cut(args, kwargs, target, count)
-        loss.weights(parts, [as_given(part, inputs) for part in parts])
-    except ArgumentError:
-        by_samples = Loss(model, loss.function, "samples")
-        by_samples.beside = loss.beside
-        return compare(model, MicroBatch(args, kwargs, target, batch.samples), inputs, cutter, count, by_samples)
-    return None
+    return MicroBatch(args, kwargs, target, batch.samples)
 
 
 def batch_norms(model: nn.Module) -> dict[str, nn.Module]:
@@ -131,6 +257,11 @@ def _made(losses: Sequence[float], weights: Sequence[float], added: bool) -> flo
     counting = [(loss, weight) for loss, weight in zip(losses, weights, strict=True) if weight]
     total = 1.0 if added else sum(weight for _, weight in counting)
     return sum(loss * weight for loss, weight in counting) / total if counting else float("nan")
+
+
+def _missed(losses: Sequence[float], weights: Sequence[float], added: bool, whole: float, least: float) -> float:
+    """How far the parts are from the whole, as a share of the largest of them; of `least` at least."""
+    return abs(_made(losses, weights, added) - whole) / (max(abs(whole), *map(abs, losses), least) or 1.0)
 
 
 def _candidates(batch: MicroBatch) -> Iterator[Counted]:
@@ -148,20 +279,26 @@ def _candidates(batch: MicroBatch) -> Iterator[Counted]:
             yield Counted(argument=argument, tensor=k)
 
 
-def _values(model: nn.Module, splits: Sequence[Sequence[MicroBatch]], loss: Loss) -> list[list[float]] | None:
+def _values(
+    model: nn.Module, splits: Sequence[Sequence[MicroBatch]], loss: Loss, value_of: Callable[..., T]
+) -> list[list[T]] | None:
     """The losses of all parts of each split, each part from the same state; None where random numbers are drawn."""
     with untouched(model, loss.keeps) as start:
-        if not batch_norms(model) and (values := _drawing_nothing(model, splits, loss, start)) is not None:
+        if not batch_norms(model) and (values := _drawing_nothing(model, splits, loss, start, value_of)) is not None:
             return values
         if not any(module.training for module in model.modules()):
             return None
         model.eval()
-        return _drawing_nothing(model, splits, loss, ModelState(model, loss.keeps))
+        return _drawing_nothing(model, splits, loss, ModelState(model, loss.keeps), value_of)
 
 
 def _drawing_nothing(
-    model: nn.Module, splits: Sequence[Sequence[MicroBatch]], loss: Loss, start: ModelState
-) -> list[list[float]] | None:
+    model: nn.Module,
+    splits: Sequence[Sequence[MicroBatch]],
+    loss: Loss,
+    start: ModelState,
+    value_of: Callable[..., T],
+) -> list[list[T]] | None:
     before = torch.get_rng_state(), random_states()
     values = []
     for parts in splits:
@@ -170,7 +307,7 @@ def _drawing_nothing(
             start.restore()
             args, kwargs, target = map_tensors((part.args, part.kwargs, part.target), copy_of)
             try:
-                value = _value(model, loss, args, kwargs, target)
+                value = value_of(model, loss, args, kwargs, target)
             except Exception:  # some have no loss in eval mode, some run out of memory: nothing can be told
                 return None
             of_split.append(value)
@@ -179,7 +316,7 @@ def _drawing_nothing(
                 set_random_states(before[1])
                 return None
         values.append(of_split)
-    return values if np.isfinite(values[0]).all() else None
+    return values if np.isfinite(np.asarray(values[0], dtype=np.float64)).all() else None
 
 
 def _value(model: nn.Module, loss: Loss, args: Any, kwargs: Any, target: Any) -> float:
@@ -191,6 +328,15 @@ def _value(model: nn.Module, loss: Loss, args: Any, kwargs: Any, target: Any) ->
             raise
         with torch.enable_grad():  # gradients inside a forward, a penalty on them
             return float(loss.of(model(*args, **kwargs), target).detach())
+
+
+def _terms(
+    forward: Callable[..., Any], model: nn.Module, loss: Loss, args: Any, kwargs: Any, target: Any
+) -> list[float]:
+    """The terms of a loss, at last what of it has no gradient."""
+    with loss.taking_apart():
+        terms = loss.taken_apart(forward(*args, **kwargs), target)
+    return [float(value.detach()) for value in (*terms.values, terms.constant)]
 
 
 def _tolerance(model: nn.Module) -> float:

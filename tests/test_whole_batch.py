@@ -252,6 +252,10 @@ def two_kinds(output: Any, target: Any) -> torch.Tensor:
     return per_position(output, words) + F.cross_entropy(output, classes)
 
 
+def not_taken_apart(output: Any, target: Any) -> torch.Tensor:
+    return two_kinds(output, target).log().exp()
+
+
 def words_alone(output: Any, target: Any) -> torch.Tensor:
     return per_position(output, target[0])
 
@@ -261,11 +265,13 @@ def test_labels_of_two_kinds_are_told_of_before_training_where_they_count_differ
 ) -> None:
     """The example has as many valid ones of both in each micro-batch; a later batch has not."""
     target = torch.arange(SAMPLES * WIDTH).reshape(SAMPLES, WIDTH) % 7, torch.arange(SAMPLES) % WIDTH
-    with pytest.warns(LossWarning, match=r"labels of several kinds \(target 0, target 1\).*loss_weight='samples'"):
-        planned(case, profile, two_kinds, target)
+    with pytest.warns(LossWarning, match=r"valid labels \(target 0, target 1\).*refuses.*loss_weight='samples'"):
+        planned(case, profile, not_taken_apart, target)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert planned(case, profile, two_kinds, target, loss_weight="samples").training.loss_rule is not None
+        plan = planned(case, profile, two_kinds, target)
+        assert plan.training.loss_rule is not None and plan.training.loss_rule.how == "terms"
         plan = planned(case, profile, words_alone, target)
     rule = plan.training.loss_rule
     assert rule is not None and rule.how == Counted(argument="target", other_than=-100)
@@ -278,3 +284,17 @@ def test_labels_of_two_kinds_are_told_of_before_training_where_they_count_differ
     assert sum(value * weight for value, weight in zip(values, weights, strict=True)) == pytest.approx(
         whole * sum(weights), rel=1e-6
     )
+
+
+def regression_beside_words(output: Any, target: Any) -> torch.Tensor:
+    return per_position(output, target) + output.square().mean()
+
+
+def test_a_term_beside_one_over_valid_labels_is_found_though_the_example_has_no_padding(
+    case: Case, profile: pt.Profile
+) -> None:
+    target = torch.arange(SAMPLES * WIDTH).reshape(SAMPLES, WIDTH) % 7
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rule = planned(case, profile, regression_beside_words, target).training.loss_rule
+    assert rule is not None and rule.terms == (Counted(argument="target", other_than=-100), "samples")

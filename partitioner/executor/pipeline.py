@@ -24,7 +24,7 @@ from partitioner.executor.recorder import Recorder
 from partitioner.executor.reduction import Reduction
 from partitioner.executor.replicas import Replicas
 from partitioner.executor.turns import InTurn, Outputs
-from partitioner.losses import Loss
+from partitioner.losses import Loss, Weight
 from partitioner.microbatches import MicroBatch
 from partitioner.parts import Payload
 from partitioner.reaching import Reach
@@ -93,7 +93,7 @@ class Pipeline:
         self._roots: dict[int, torch.Tensor] = {}
 
     def train(
-        self, step: int, microbatches: Sequence[MicroBatch], shares: Sequence[float], outputs: list[Any] | None
+        self, step: int, microbatches: Sequence[MicroBatch], shares: Sequence[Weight], outputs: list[Any] | None
     ) -> torch.Tensor | None:
         """Forward and backward of all micro-batches; their gradients are added to the parameters'.
 
@@ -116,7 +116,7 @@ class Pipeline:
             for action in orders[mesh.stage]:
                 self.now, k = action, action.microbatch
                 if action.kind == "B":
-                    self._backward(step, k, count, shares[k])
+                    self._backward(step, k, count)
                 elif mesh.is_last:
                     part, output = self._forward_with_loss("F", step, k, count, microbatches[k], shares[k])
                     total = part if total is None else total + part
@@ -142,11 +142,11 @@ class Pipeline:
             outputs = self._beside.exchanged(step, outputs, count)
         return [outputs[k] for k in sorted(outputs)]
 
-    def loss_of(self, step: int, microbatches: Sequence[MicroBatch], shares: Sequence[float]) -> torch.Tensor | None:
-        """Forward of all micro-batches, without gradients: the last stage's part of the loss; None on other stages."""
+    def loss_of(self, step: int, microbatches: Sequence[MicroBatch], shares: Sequence[Weight]) -> torch.Tensor | None:
+        """Forward of all micro-batches, without a backward: the last stage's part of the loss; None on other stages."""
         mesh, count = self._mesh, len(microbatches)
         total: torch.Tensor | None = None
-        with self._without_backward(count) as is_over:
+        with self._without_backward(count) as is_over, self._loss.watching():
             for k in range(count):
                 self.now = Action(mesh.stage, "F", k)
                 if mesh.is_last:
@@ -196,12 +196,13 @@ class Pipeline:
         return run
 
     def _forward_with_loss(
-        self, kind: str, step: int, k: int, count: int, microbatch: MicroBatch, share: float
+        self, kind: str, step: int, k: int, count: int, microbatch: MicroBatch, share: Weight
     ) -> tuple[torch.Tensor, Any]:
         """The last stage's forward: its part of the loss, and the model's output."""
         received = self._receive_activations(Tag(kind, step, k), count)
         args, kwargs, target = self._on_device((microbatch.args, microbatch.kwargs, microbatch.target))
-        with self._recorder.span("F", k), self._randomness.of(kind, step, k), self._mesh.as_model():
+        beside = self._recorder.span("F", k), self._randomness.of(kind, step, k), self._mesh.as_model()
+        with beside[0], beside[1], beside[2], self._loss.watching():
             if self._replicas is not None and kind == "F":
                 here = MicroBatch(args, kwargs, target, microbatch.samples)
                 self._roots[k], part, output = self._replicas.forward(here, share, k == count - 1)
@@ -214,12 +215,12 @@ class Pipeline:
                     "it would be as it was before. Give the loss a copy, target=x.clone()"
                 )
             with self._part.computing_loss():
-                loss = self._loss.of(run.output, target)
+                root = self._loss.part(run.output, target, share)
             output, run.output = run.output, None
-        self._runs[k], self._roots[k] = run, loss * share
-        return loss.detach() * share if share else torch.zeros_like(loss.detach()), output
+        self._runs[k], self._roots[k] = run, root
+        return root.detach(), output
 
-    def _backward(self, step: int, k: int, count: int, share: float) -> None:
+    def _backward(self, step: int, k: int, count: int) -> None:
         gradients = {}
         for target, receiver in self._back_from.items():
             with self._recorder.receiving(target, k):
@@ -234,7 +235,7 @@ class Pipeline:
                     self._roots.pop(k).backward()  # type: ignore[no-untyped-call]
             elif self._mesh.is_last:
                 root = self._roots.pop(k)
-                if share and root.requires_grad:
+                if root.requires_grad:
                     with self._part.as_after(run):
                         root.backward()  # type: ignore[no-untyped-call]
             else:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from partitioner.executor.mesh import Mesh
-from partitioner.losses import Loss
+from partitioner.losses import Loss, Weight
 from partitioner.microbatches import MicroBatch
 
 
@@ -33,10 +33,10 @@ class Replicas:
         settings["forward_sync_buffers" if newer else "broadcast_buffers"] = False
         self._outer = DistributedDataParallel(self._inner, **settings)
 
-    def forward(self, microbatch: MicroBatch, share: float, is_last: bool) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    def forward(self, microbatch: MicroBatch, share: Weight, is_last: bool) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """What to differentiate, the micro-batch's part of the loss, and the model's output."""
         with self.syncing(is_last):
-            root = self._outer(microbatch, share * self._scale)
+            root = self._outer(microbatch, share, self._scale)
         part = root.detach() / self._scale
         output, self._inner.output = self._inner.output, None
         return root, part, output
@@ -56,10 +56,10 @@ class _WithLoss(nn.Module):
         self._loss = loss
         self.output: Any = None
 
-    def forward(self, microbatch: MicroBatch, scale: float) -> torch.Tensor:
+    def forward(self, microbatch: MicroBatch, share: Weight, scale: float) -> torch.Tensor:
         self.output = self.model(*microbatch.args, **microbatch.kwargs)
-        loss = self._loss.of(self.output, microbatch.target)
-        if scale:
-            return loss * scale
+        part = self._loss.part(self.output, microbatch.target, share) * scale
+        if any(share) if isinstance(share, tuple) else share:
+            return part
         touched = [p.reshape(-1)[:0].sum().abs().float() for p in self.model.parameters() if p.requires_grad]
         return torch.stack(touched).sum()

@@ -32,7 +32,7 @@ from partitioner.executor.recorder import Recorder
 from partitioner.executor.reduction import Reduction
 from partitioner.executor.replicas import Replicas
 from partitioner.executor.scaling import AgreedScaling
-from partitioner.losses import Loss, LossFunction, LossWeight
+from partitioner.losses import Loss, LossFunction, LossWeight, Weight
 from partitioner.microbatches import BatchDims, Cutter, MicroBatch, as_call, as_given, join
 from partitioner.plan import Plan
 from partitioner.recompute import Recomputed
@@ -173,7 +173,7 @@ class LiveStage:
         for watch in self._watches:
             watch.enter()
         self._keep_output = keep_output
-        self._outputs: tuple[list[Any], list[int], list[float]] | None = None
+        self._outputs: tuple[list[Any], list[int], Sequence[Weight]] | None = None
         self._num_calls = 0
         self._num_steps = 0
         self._closed = False
@@ -283,7 +283,7 @@ class LiveStage:
                 warn_of_parts(*((), ()) if self._state is None else self._state.kept_apart())
             self._recorder.begin()
             microbatches, weights = self._prepared(inputs, target, self._loss)
-            total, shares = self._shares(microbatches, weights)
+            counts, shares = self._shares(microbatches, weights)
             outputs: list[Any] = []
             inputs_of = InputGradients(self._mesh, (inputs, target))
             self._buffers.begin()
@@ -300,7 +300,7 @@ class LiveStage:
                 with self._recorder.span("sync"):  # before the loss: replicas with fewer micro-batches owe others sums
                     self._reduction.finish()
             inputs_of.finish()
-            loss = self._agreed_loss(part if total else None)
+            loss = self._agreed_loss(part if counts else None)
             self._outputs = (outputs, [microbatch.samples for microbatch in microbatches], weights)
             self._num_steps += 1
             self._afterwards.end(len(microbatches) if self.plan.num_stages > 1 else 1)
@@ -343,11 +343,11 @@ class LiveStage:
             self._afterwards.check()
             self._reduction.refresh()
             microbatches, weights = self._prepared(inputs, target, self._loss)
-            total, shares = self._shares(microbatches, weights)
+            counts, shares = self._shares(microbatches, weights)
             with self._of_evaluation():
                 part = self._pipeline.loss_of(self._num_calls, microbatches, shares)
             self._afterwards.end()
-            return self._agreed_loss(part if total else None)
+            return self._agreed_loss(part if counts else None)
 
     @property
     def last_output(self) -> Any:
@@ -499,7 +499,7 @@ class LiveStage:
     def _trains(self) -> bool:
         return any(parameter.requires_grad for parameter in self._placement.own.values())
 
-    def _prepared(self, inputs: Any, target: Any, loss: Loss) -> tuple[list[MicroBatch], list[float]]:
+    def _prepared(self, inputs: Any, target: Any, loss: Loss) -> tuple[list[MicroBatch], Sequence[Weight]]:
         """The batch in micro-batches and what each counts for; now and then compared with the replica's other ranks."""
         self._num_calls += 1
         args, kwargs = as_call(inputs)
@@ -530,16 +530,15 @@ class LiveStage:
                     stacklevel=4,
                 )
 
-    def _shares(self, microbatches: Sequence[MicroBatch], weights: Sequence[float]) -> tuple[float, list[float]]:
-        """The whole batch's weight over all replicas, and what each micro-batch's loss counts for."""
-        if self._loss.is_sum(microbatches[0].kwargs):
-            return 1.0, [1.0] * len(weights)
-        total = sum(weights)
-        if self._mesh.num_replicas > 1 and self._mesh.is_last:
-            everywhere = torch.tensor(total, dtype=torch.float64)
-            dist.all_reduce(everywhere, group=self._mesh.across)
-            total = float(everywhere)
-        return total, [weight / total if total else 0.0 for weight in weights]
+    def _shares(self, microbatches: Sequence[MicroBatch], weights: Sequence[Weight]) -> tuple[bool, Sequence[Weight]]:
+        """Whether anything counts, and what each micro-batch's loss counts for in that of all replicas."""
+
+        def everywhere(here: torch.Tensor) -> torch.Tensor:
+            if self._mesh.num_replicas > 1 and self._mesh.is_last:
+                dist.all_reduce(here, group=self._mesh.across)
+            return here
+
+        return self._loss.shares(microbatches, weights, everywhere)
 
     def _agreed_loss(self, part: torch.Tensor | None) -> torch.Tensor:
         """The loss on every rank. A batch in which nothing counts has none: NaN, as a mean over nothing is."""

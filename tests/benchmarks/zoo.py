@@ -233,16 +233,16 @@ class Side:
         parts = self.cutter.cut(args, kwargs, target, self.plan.num_microbatches)
         given = [part.kwargs if not part.args else part.args for part in parts]
         weights = self.loss.weights(parts, given)
-        total = 1.0 if self.loss.is_sum(parts[0].kwargs) else sum(weights)
+        _, shares = self.loss.shares(parts, weights)
         value = 0.0
-        for k, (part, weight) in enumerate(zip(parts, weights, strict=True)):
+        for k, (part, share) in enumerate(zip(parts, shares, strict=True)):
             seed_all(1000 * seed + k)
-            with torch.enable_grad():
+            with torch.enable_grad(), self.loss.watching():
                 if self.stages:
                     output, backward = self._stage_by_stage(part, 1000 * seed + k)
                 else:
                     output, backward = self.models[0](*part.args, **part.kwargs), torch.Tensor.backward
-                loss = self.loss.of(output, part.target) * (weight / total)
+                loss = self.loss.part(output, part.target, share)
             if loss.requires_grad:
                 backward(loss)
             value += float(loss.detach())
