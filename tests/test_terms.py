@@ -135,7 +135,8 @@ def test_each_term_is_a_mean_over_the_labels_that_it_is_of(as_it_is: bool) -> No
 def masked_beside_a_mean(output: Any, target: Any) -> torch.Tensor:
     wanted, mask = target
     loss: torch.Tensor = ((output - wanted) ** 2 * mask).sum() / mask.sum() + 0.1 * output.square().mean()
-    return loss + 1e-3 * output.abs().sum()
+    size: torch.Tensor = output.abs().sum()
+    return loss + 1e-3 * size
 
 
 def against_each_other(output: Any, target: Any) -> torch.Tensor:
