@@ -129,6 +129,8 @@ def sinks_among(
     if judge.is_open or any(_is_by_any_name(value) for _, value in held):
         return NONE, {}
     found = {key for key, value in candidates.items() if judge.is_sink(value, holders[key])}
+    if not found & judge.written:  # most models' way: who else leads to them takes long to find out
+        return NONE, {}
     found -= _held_out_of_sight([candidates[key] for key in found])
     inner = {id(value): {id(one.owner) for one in holders[id(value)]} for _, value in held if _may_be_sink(value)}
     while True:  # what a container holds too, which may be read
