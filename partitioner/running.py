@@ -84,6 +84,8 @@ class Running:
     def _named(self, found: Any, function_only: bool = False) -> None:
         if isinstance(found, type):
             self._enter(found)
+            if self._implicit and issubclass(found, nn.Module):
+                self._waiting += [vars(base)["__init__"] for base in found.__mro__ if "__init__" in vars(base)]
         elif isinstance(found, FunctionType) or (callable(found) and not function_only):
             self._waiting.append(found)
 
@@ -95,6 +97,8 @@ class Running:
             if issubclass(base, enum.Enum):
                 self._waiting += [one.value for one in base if callable(one.value)]
             for name, found in vars(base).items():
+                if self._implicit and name == "__init__" and issubclass(base, nn.Module):
+                    continue  # where code names no such class, it is made already
                 self._methods.setdefault(name, []).append(found)
                 if name in self._names or (self._implicit and name.startswith("__") and name not in _TEXTS):
                     self._waiting.append(found)

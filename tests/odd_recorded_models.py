@@ -6,8 +6,9 @@ Entries as in `odd_models`. What is recorded only now and then is not seen while
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -202,3 +203,126 @@ def hooks_write_into_one_recorder() -> nn.Module:
         layer.register_forward_hook(largest)
         layer.register_forward_hook(hook)
     return nn.Sequential(*(one for layer in layers for one in (layer, nn.Tanh())))
+
+
+@odd
+def meters_in_a_dict_that_grows() -> nn.Module:
+    """Each layer's meter comes to be with its first value, some only after some steps; rows beside them."""
+
+    class Log:
+        def __init__(self) -> None:
+            self.rows: list[tuple[str, float]] = []
+            self.meters: dict[str, AverageMeter] = {}
+
+        def log(self, name: str, value: float) -> None:
+            self.rows.append((name, value))
+            self.meters.setdefault(name, AverageMeter(name)).update(value)
+
+    class Layer(Recording):
+        def __init__(self, log: Log, number: int) -> None:
+            super().__init__()
+            self.log, self.number = log, number
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = super().forward(x)
+            self.log.log(f"mean/{self.number}", x.detach().mean().item())
+            return x
+
+        def record(self, x: torch.Tensor) -> None:
+            self.log.log(f"largest/{self.number}", x.max().item())
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.log = Log()
+            self.first, self.layers = lin(), nn.ModuleList(Layer(self.log, k) for k in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    return Model()
+
+
+@odd
+def windows_of_values_by_name() -> nn.Module:
+    """As loggers of training loops have them: smoothed values by name, medians of which are there to be printed."""
+
+    class Smoothed:
+        def __init__(self, size: int = 20) -> None:
+            self.window: deque[float] = deque(maxlen=size)
+            self.total, self.count = 0.0, 0
+
+        def update(self, value: float, n: int = 1) -> None:
+            self.window.append(value)
+            self.count += n
+            self.total += value * n
+
+        @property
+        def median(self) -> float:
+            return torch.tensor(list(self.window)).median().item()
+
+    class Logger:
+        def __init__(self) -> None:
+            self.values: dict[str, Smoothed] = defaultdict(Smoothed)
+            self.latest: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+
+        def update(self, **values: Any) -> None:
+            for name, value in values.items():
+                if isinstance(value, torch.Tensor):
+                    value = value.item()
+                self.values[name].update(value)
+
+        def __getattr__(self, name: str) -> Any:
+            if name in self.__dict__.get("values", ()):
+                return self.values[name]
+            raise AttributeError(name)
+
+        def __str__(self) -> str:
+            return " ".join(f"{name} {value.median}" for name, value in self.values.items())
+
+    class Layer(nn.Module):
+        def __init__(self, logger: Logger, number: int) -> None:
+            super().__init__()
+            self.layer, self.logger, self.number = lin(), logger, number
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = torch.tanh(self.layer(x))
+            self.logger.update(mean=x.detach().mean(), largest=x.max().item())
+            self.logger.latest["norm"][f"layer {self.number}"].append(x.detach().norm().item())
+            return x
+
+    logger = Logger()
+    return nn.Sequential(*(Layer(logger, k) for k in range(5)))
+
+
+@odd
+def records_in_a_list_that_grows() -> nn.Module:
+    """One object for each layer, in a list on the model that has none at first."""
+
+    @dataclass
+    class Record:
+        largest: float = 0.0
+        values: list[float] = field(default_factory=list)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(lin() for _ in range(5))
+            self.records: list[Record] = []
+
+        def note(self, k: int, value: float) -> None:
+            while len(self.records) <= k:
+                self.records.append(Record())
+            self.records[k].largest = max(self.records[k].largest, value)
+            self.records[k].values.append(value)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for k, layer in enumerate(self.layers):
+                x = torch.tanh(layer(x))
+                self.note(k, x.max().item())
+            return x
+
+    return Model()
