@@ -281,7 +281,7 @@ def _checked(plan: Plan, model: nn.Module, batch: MicroBatch, loss: Loss, seed: 
                 raise
             wrong = [stage.layers[0] for stage in plan.stages[1:]]
             notes.append(f"not cut before {', '.join(wrong)}: {error}")
-            refused = dict.fromkeys(wrong, "sliced there, the model gives other numbers")
+            refused = dict.fromkeys(wrong, "sliced there, the model gives other numbers or fails")
             profile = plan.profile.model_copy(update={"no_cut": {**plan.profile.no_cut, **refused}})
             try:
                 plan = _solved(profile, plan.cluster, plan.training)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from partitioner.capture import copied
-from partitioner.errors import UnsupportedModelError
+from partitioner.errors import PartitionerError, UnsupportedModelError
 from partitioner.losses import Loss
 from partitioner.microbatches import MicroBatch
 from partitioner.profiles import Profile
@@ -22,6 +22,7 @@ from partitioner.renewal import Kept
 from partitioner.restore import ModelState, untouched
 from partitioner.slicing import Slice, chain
 from partitioner.structures import map_tensors
+from partitioner.trial import line_of
 
 TOLERANCE = 1e-4
 """Of the largest gradient of a parameter; one device differs from itself by less (fp32, other order of sums)."""
@@ -49,7 +50,8 @@ def check_split(
     `recompute`: layers that the sliced model runs again in their backward. Stages one after another draw random numbers
     in the order of the whole forward, so dropout may stay on. Difference is relative to the gradient's largest entry,
     or to 1e-4 of the model's largest where that is larger (some true gradients are 0). UnsupportedModelError where it
-    is more than `TOLERANCE` and more than the model differs from itself, or where that is more than `MAX_OWN`.
+    is more than `TOLERANCE` and more than the model differs from itself, where that is more than `MAX_OWN`, or where
+    the sliced model fails.
     """
     rounds = (part, second or part)
     stages = range(max(stage_of.values()) + 1)
@@ -74,9 +76,13 @@ def check_split(
             states = [ModelState(model, loss.keeps)] * len(slices)
             for k, one in enumerate(rounds):
                 held: dict[str, torch.Tensor] = {}
-                found = _results(
-                    model, seed + k, _sliced, one, loss, elsewhere, slices, states, spoken_for, held, seed + k
-                )
+                given = one, loss, elsewhere, slices, states, spoken_for, held, seed + k
+                try:
+                    found = _results(model, seed + k, _sliced, *given)
+                except (PartitionerError, torch.OutOfMemoryError):
+                    raise
+                except Exception as error:  # whatever the model's code raises; uncut it has just run
+                    raise UnsupportedModelError(_failure(profile, stage_of, error)) from error
                 for error, whose in map(worst_difference, expected[k], (found, held)):
                     if not error <= worst:
                         worst, where = error, whose
@@ -297,6 +303,15 @@ def _refusal(profile: Profile, stage_of: Mapping[str, int], worst: float, where:
         f"cut before {_cuts(profile, stage_of)}, {where} differs by {worst:.1e} of its size from the uncut model's "
         f"(allowed {TOLERANCE:.0e}): the model keeps or changes something that slicing does not see. Pin the layers "
         f"around the cut to one stage (pin={{layer id: stage}}), or use replicas only (mesh={{'dp': n}})"
+    )
+
+
+def _failure(profile: Profile, stage_of: Mapping[str, int], error: Exception) -> str:
+    raised = f"{type(error).__name__}: {str(error).strip() or 'without a message'}{line_of(error)}"
+    return (
+        f"cut before {_cuts(profile, stage_of)}, the model's own code raised {raised}, and uncut it runs: it looks "
+        f"into something that another stage has or changes. Pin the layers around the cut to one stage "
+        f"(pin={{layer id: stage}}), or use replicas only (mesh={{'dp': n}})"
     )
 
 

@@ -63,15 +63,16 @@ class SharedState:
         guarded: bool = True,
         loss: Any = None,
         passing: Sequence[dict[str, Any]] = (),
+        again: Collection[str] = (),
     ) -> None:
         """`guarded`: whether changes are looked for, or only made as earlier stages tell of them.
 
-        `passing`: see `Glance`.
+        `passing`: see `Glance`; `again`: see `Masks`.
         """
         self._passing = passing
         self._guarded = guarded
         self._stage, self._device, self._model = stage, device, model
-        self._reach = Reach(model, Masks(layers, stage_of).of, loss)
+        self._reach = Reach(model, Masks(layers, stage_of, again).of, loss)
         self._readers = {
             one.name: _bits(*range(stage_of[one.first], stage_of[one.last] + 1))
             for one in attributes
@@ -534,7 +535,8 @@ def _kept_apart(reach: Reach) -> list[str]:
 class Masks:
     """Stages in which the code of modules may run, as bits."""
 
-    def __init__(self, layers: Sequence[str], stage_of: Mapping[str, int]) -> None:
+    def __init__(self, layers: Sequence[str], stage_of: Mapping[str, int], again: Collection[str] = ()) -> None:
+        """`again`: modules whose own code runs on all stages after their first too, between calls that do not."""
         self._all = (1 << (max(stage_of.values()) + 1)) - 1
         self._layers: dict[str, int] = {}
         self._around: dict[str, int] = {"": self._all}
@@ -546,6 +548,9 @@ class Masks:
                 if letter == ".":  # the code of a module around it may begin on the stage of the layer before
                     self._around[path[:k]] = self._around.get(path[:k], 1 << before) | 1 << stage
             before = stage
+        for path in self._around.keys() & set(again):
+            lowest = self._around[path] & -self._around[path]
+            self._around[path] |= self._all & -lowest
 
     def of(self, path: str) -> int:
         """Those of the module at `path`; all where it was not called."""

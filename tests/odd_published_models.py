@@ -90,6 +90,46 @@ def hooks_keep_views_of_what_layers_give() -> nn.Module:
 
 
 @odd
+def features_a_hook_took_are_read_by_a_wrapper() -> nn.Module:
+    """A wrapper empties a dict by device, runs a network of which a hook fills it, and takes them out again.
+
+    Its own code runs on all stages, also where all its layers are on an earlier one than the last.
+    """
+
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(lin(), nn.Tanh(), lin(), nn.Tanh())
+            self.hidden: dict[torch.device, torch.Tensor] = {}
+            self.net[2].register_forward_hook(self.keep)
+            self.projector = nn.Sequential(lin(), nn.Tanh(), lin())
+
+        def keep(self, module: nn.Module, args: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
+            self.hidden[args[0].device] = out.reshape(len(out), 2, -1).flatten(1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.hidden.clear()
+            self.net(x)
+            taken = self.hidden[x.device]
+            self.hidden.clear()
+            return self.projector(taken)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.online, self.predictor, self.target = Wrapper(), nn.Sequential(lin(), nn.Tanh(), lin()), Wrapper()
+            self.target.requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            guess = self.predictor(self.online(x))
+            with torch.no_grad():
+                goal = self.target(x)
+            return guess - goal
+
+    return Model()
+
+
+@odd
 def a_layer_fills_a_buffer_once() -> nn.Module:
     """Blocks keep what an inner layer makes in a buffer that was None: later forwards do not call that layer."""
 

@@ -132,6 +132,25 @@ def test_a_loss_that_reads_weights_of_earlier_stages_is_refused() -> None:
     assert checked(model, "1", lambda output, target: penalised(output, target, model[1])) == 0
 
 
+def test_what_the_models_own_code_raises_in_stages_is_a_refusal() -> None:
+    """Of a cut, for which another may be found: not an error of the model."""
+
+    class Strict(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.b(self.a(x))
+            if type(x) is not torch.Tensor:
+                raise TypeError(f"wants plain tensors, not {type(x).__name__}")
+            return self.c(x)
+
+    assert checked(Strict(), "b") < 1e-6
+    with pytest.raises(UnsupportedModelError, match=r"cut before c, .* raised TypeError: wants plain .*test_selfcheck"):
+        checked(Strict(), "c")
+
+
 def test_dropout_and_frozen_models_are_checked_too() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4), nn.Dropout(0.5))
     assert checked(model, "2") == 0
