@@ -81,8 +81,8 @@ def check_split(
                     found = _results(model, seed + k, _sliced, *given)
                 except (PartitionerError, torch.OutOfMemoryError):
                     raise
-                except Exception as error:  # whatever the model's code raises; uncut it has just run
-                    raise UnsupportedModelError(_failure(profile, stage_of, error)) from error
+                except Exception as failure:  # whatever the model's code raises; uncut it has just run
+                    raise UnsupportedModelError(_failure(profile, stage_of, failure)) from failure
                 for error, whose in map(worst_difference, expected[k], (found, held)):
                     if not error <= worst:
                         worst, where = error, whose
