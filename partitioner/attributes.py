@@ -111,6 +111,8 @@ class Attributes:
         """`tell_new`: whether to tell what comes to be in this forward, for which all objects that exist are noted."""
         self._here = here
         reach = Reach(model, lambda path: 1, loss)
+        self.sinks = reach.found
+        """What is only written."""
         self._known = {key: place.name for key, place in reach.places.items()}
         """Objects and containers by the names that they have on every rank, whichever way code comes to them."""
         self._before = frozenset(map(id, gc.get_objects())) if tell_new else None

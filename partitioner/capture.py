@@ -991,7 +991,8 @@ class _Chooser:
         if not changed:
             return
         masks = Masks(ids, {name: k for k, name in enumerate(ids)})
-        for place in Reach(self.recording.model, masks.of, self.recording.loss).places.values():
+        reach = Reach(self.recording.model, masks.of, self.recording.loss, sinks=self.recording.sinks)
+        for place in reach.places.values():
             for name, outside in changed.get((place.kind, place.name), ()):
                 zones = [k for k in range(len(ids)) if place.readers_of(outside.key) >> k & 1]
                 written = [self.zone(when) for when, _ in outside.writes]

@@ -20,7 +20,7 @@ import queue
 import sys
 import weakref
 from collections import ChainMap, UserDict, UserList, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from types import (
     BuiltinMethodType,
@@ -39,8 +39,8 @@ from torch import nn
 
 from partitioner.contents import content_of, has_content
 from partitioner.logbook import version
-from partitioner.running import is_foreign, is_installed
-from partitioner.sinks import NONE, Holder, sinks_among
+from partitioner.running import forward_hooks_on, is_foreign, is_installed
+from partitioner.sinks import NONE, Holder, Sinks, sinks_among
 from partitioner.structures import PLAIN, is_python_class, is_same, slots, storage_of
 from partitioner.usage import WRITES, names_in, reads_of
 
@@ -394,10 +394,12 @@ class Reach:
     """All places that a model's code reaches, by the id of what they are, in the same order on every rank.
 
     `mask_of(path)`: the stages in which the code of the module at `path` may run, a bit each. `loss`: code that runs on
-    the last of them, after the model.
+    the last of them, after the model. `sinks`: what another one has found of the same model: they are not looked for.
     """
 
-    def __init__(self, model: nn.Module, mask_of: Callable[[str], int], loss: Any = None) -> None:
+    def __init__(
+        self, model: nn.Module, mask_of: Callable[[str], int], loss: Any = None, *, sinks: Sinks | None = None
+    ) -> None:
         self.places: dict[Any, Place] = {}
         self._masks: dict[tuple[int, str], int] = {}
         self._kept: list[Any] = []
@@ -405,9 +407,8 @@ class Reach:
         """Whether what is followed is read there, not only written into."""
         self._deep = False
         """Whether modules are followed into the modules in them."""
-        self._sinks, self._in_sink = NONE, False
-        self.sinks: dict[int, Any] = {}
-        """Objects that are only written, by id; see `sinks`."""
+        self.found, self._in_sink = sinks or NONE, False
+        """What is only written."""
         paths: dict[int, list[str]] = {}
         for path, module in model.named_modules(remove_duplicate=False):
             paths.setdefault(id(module), []).append(path)
@@ -417,7 +418,8 @@ class Reach:
         masks = [functools.reduce(int.__or__, map(mask_of, paths[id(module)])) for _, module in modules]
         self._modules = [(mask, path, module) for mask, (path, module) in zip(masks, modules, strict=True)]
         self._follow_all()
-        self._find_sinks()
+        if sinks is None:
+            self._find_sinks()
 
     def _follow_all(self) -> None:
         self.places.clear()
@@ -450,20 +452,24 @@ class Reach:
             if place.kind == "attributes":
                 more.append(place.owner)
         for _, _, module in self._modules:
-            for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            for hook in forward_hooks_on(module):
                 owner = hook.__self__ if isinstance(hook, MethodType) else hook
                 held.append((Holder("hook", module, None), owner))
-        found, self.sinks = sinks_among(self._model, held, more, self._loss_fn)
-        if found == self._sinks:
+        before, self.found = self.found, sinks_among(self._model, held, more, self._loss_fn)
+        if self.found.are(before):
             return False
-        self._sinks = found
         self._follow_all()
         return True
 
     @property
+    def sinks(self) -> Mapping[int, Any]:
+        """Objects that are only written, by id."""
+        return self.found.objects
+
+    @property
     def sink_keys(self) -> frozenset[str]:
         """Names of attributes and variables that hold what is only written."""
-        return frozenset(key for _, key in self._sinks.slots if isinstance(key, str))
+        return frozenset(key for _, key in self.found.slots if isinstance(key, str))
 
     def look_at_hooks(self) -> bool:
         """Follow hooks that have come since; what only they lead to comes after all other places.
@@ -500,7 +506,7 @@ class Reach:
     def _inside(self, place: Place, key: Any = None) -> Iterator[None]:
         """In the block, what is held under a key of a place is followed."""
         before = self._in_sink, self._reading
-        if place.is_sink or (id(place.owner), key) in self._sinks.slots:
+        if place.is_sink or (id(place.owner), key) in self.found.slots:
             self._in_sink, self._reading = True, False
             place.only_written |= set() if place.is_sink else {key}
         try:
@@ -542,7 +548,7 @@ class Reach:
         if isinstance(value, (*PLAIN, torch.Tensor)) or depth > _MAX_DEPTH:
             return
         cls: Any = type(value)
-        if id(value) in self._sinks.objects and not self._in_sink:
+        if id(value) in self.found.objects and not self._in_sink:
             before, self._in_sink, self._reading = self._reading, True, False
             self._value(value, name, attribute, mask, depth)
             self._in_sink, self._reading = False, before
@@ -628,9 +634,8 @@ class Reach:
             self._value(loss, "loss", "loss", mask, 0)
 
     def _hooks_of(self, module: nn.Module, mask: int, path: str) -> None:
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            for hook in hooks.values():
-                self._hook(hook, f"{path}.hook", mask)
+        for hook in forward_hooks_on(module):
+            self._hook(hook, f"{path}.hook", mask)
 
     def _class(self, cls: type, mask: int, depth: int, start: tuple[str, ...] | None = None) -> None:
         """The variables of a class, and its methods: all, or for installed ones those that `start` leads to by name."""

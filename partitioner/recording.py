@@ -35,6 +35,7 @@ from partitioner.logbook import (
 )
 from partitioner.losses import Compared, LossFunction
 from partitioner.restore import modes, random_states
+from partitioner.sinks import NONE, Sinks
 from partitioner.structures import is_same, map_tensors, storage_of, tensors_in
 from partitioner.tracing import HOST_READS, RETURNED, Watcher, hook_name, in_transform, may_draw, sets_nothing, watching
 from partitioner.written import parameters_kept, written_by
@@ -158,6 +159,8 @@ class Recording:
     """By name, of whole numbers to which every forward adds the same: how much, in training and in evaluation."""
     slots: dict[int, list[tuple[Place, int]]] = field(default_factory=dict)
     """By the id of an attribute: tensors kept in it from before the forward that were replaced, and where."""
+    sinks: Sinks = NONE
+    """What code of the model only writes."""
     outside: dict[str, Outside] = field(default_factory=dict)
     """What it changed outside of the model, in globals and the like."""
     order: list[str] = field(default_factory=list)
@@ -196,6 +199,7 @@ def record(
     recorder.recording.loss = None if loss is None else loss.loss.function
     recorder.note_inputs((args, dict(kwargs)))
     attributes = Attributes(model, lambda: recorder.place, tell_new=tell_new, loss=recorder.recording.loss)
+    recorder.recording.sinks = attributes.sinks
     held = attributes.tensors()
     recorder.kept = {id(tensor): tensor for _, tensor in held if tensor.grad_fn is not None}
     recorder.kept_as = {id(tensor): name for name, tensor in held[::-1]}

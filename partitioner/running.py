@@ -47,9 +47,7 @@ class Running:
             else:
                 self._enter(type(one))
         for module in modules:
-            self._waiting += [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-            if implicit:
-                self._waiting += [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
+            self._waiting += forward_hooks_on(module) + (backward_hooks_on(module) if implicit else [])
             self._waiting += [one for one in vars(module).values() if isinstance(one, (FunctionType, MethodType))]
 
     def functions(self) -> Iterator[FunctionType]:
@@ -102,6 +100,16 @@ class Running:
                 self._methods.setdefault(name, []).append(found)
                 if name in self._names or (self._implicit and name.startswith("__") and name not in _TEXTS):
                     self._waiting.append(found)
+
+
+def forward_hooks_on(module: nn.Module) -> list[Any]:
+    """What runs around its forward."""
+    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+
+
+def backward_hooks_on(module: nn.Module) -> list[Any]:
+    """What runs around its backward."""
+    return [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
 
 
 def functions_behind(found: Any) -> list[FunctionType]:

@@ -28,7 +28,14 @@ import torch
 from torch import nn
 
 from partitioner.restore import hooks_of
-from partitioner.running import Running, functions_behind, is_installed, names_of
+from partitioner.running import (
+    Running,
+    backward_hooks_on,
+    forward_hooks_on,
+    functions_behind,
+    is_installed,
+    names_of,
+)
 from partitioner.structures import PLAIN, is_python_class, storage_of
 from partitioner.taint import CONTAINERS, UNKNOWN, Flow, Leak, Program, Writes, space_of, tree_of
 
@@ -51,20 +58,22 @@ class Holder(NamedTuple):
     key: Any
 
 
-class Sinks(NamedTuple):
+class Sinks:
     """What is only written: the objects by id, and where they are held, (id of the holder, key)."""
 
-    objects: frozenset[int]
-    slots: frozenset[tuple[int, Any]]
+    def __init__(self, objects: Mapping[int, Any], slots: frozenset[tuple[int, Any]]) -> None:
+        self.objects, self.slots = objects, slots
+
+    def are(self, others: Sinks) -> bool:
+        """Whether the others are the same ones."""
+        return self.objects.keys() == others.objects.keys() and self.slots == others.slots
 
 
-NONE = Sinks(frozenset(), frozenset())
+NONE = Sinks({}, frozenset())
 
 
-def sinks_among(
-    model: nn.Module, held: Sequence[tuple[Holder, Any]], more: Iterable[Any], loss: Any = None
-) -> tuple[Sinks, dict[int, Any]]:
-    """The sinks among what is held, and these by id. `more`: further objects and functions that the forward calls."""
+def sinks_among(model: nn.Module, held: Sequence[tuple[Holder, Any]], more: Iterable[Any], loss: Any = None) -> Sinks:
+    """The sinks among what is held. `more`: further objects and functions that the forward calls."""
     holders: dict[int, list[Holder]] = defaultdict(list)
     candidates: dict[int, Any] = {}
     for holder, value in held:
@@ -75,16 +84,16 @@ def sinks_among(
     for key in [key for key, mine in holders.items() if any(_is_installed_holder(one) for one in mine)]:
         candidates.pop(key, None)
     if not candidates:
-        return NONE, {}
+        return NONE
     modules = list(loss.modules()) if isinstance(loss, nn.Module) else []
     hooks = [hook for one in model.parameters() for table in hooks_of(one) for hook in table.values()]
     more = [*more, *modules, *hooks, *([loss] if callable(loss) else [])]
     judge = _Judge(model, more, holders)
     if judge.is_open or any(_is_by_any_name(value) for _, value in held):
-        return NONE, {}
+        return NONE
     found = {key for key, value in candidates.items() if judge.is_sink(value, holders[key])}
     if not found & judge.written:  # most models' way: who else leads to them takes long to find out
-        return NONE, {}
+        return NONE
     found -= _held_out_of_sight([candidates[key] for key in found])
     inner = {id(value): {id(one.owner) for one in holders[id(value)]} for _, value in held if _may_be_sink(value)}
     while True:  # what a container holds too, which may be read
@@ -100,7 +109,7 @@ def sinks_among(
     found &= judge.written
     others = ("dict", "sequence", "hook")
     slots = {(id(one.owner), one.key) for key in found for one in holders[key] if one.kind not in others}
-    return Sinks(frozenset(found), frozenset(slots)), {key: candidates[key] for key in found}
+    return Sinks({key: candidates[key] for key in found}, frozenset(slots))
 
 
 def _is_covered(key: int, found: set[int], inner: dict[int, set[int]], seen: set[int]) -> bool:
@@ -169,7 +178,7 @@ class _Judge:
         """Objects that calls are bound to in ways that are not looked into."""
         for one in more:
             self._note_bound(one)
-        hooks = [hook for module in model.modules() for table in _hooks_of(module) for hook in table.values()]
+        hooks = [hook for one in model.modules() for hook in (*forward_hooks_on(one), *backward_hooks_on(one))]
         for hook in hooks:
             self._note_bound(hook)
             call = next((vars(base)["__call__"] for base in type(hook).__mro__ if "__call__" in vars(base)), None)
@@ -376,12 +385,3 @@ def _is_bound_again(name: str, tree: ast.FunctionDef) -> bool:
     nodes = list(ast.walk(tree))
     is_set = any(isinstance(one, ast.Name) and one.id == name and isinstance(one.ctx, ast.Store) for one in nodes)
     return is_set or sum(isinstance(one, ast.arg) and one.arg == name for one in nodes) > 1
-
-
-def _hooks_of(module: nn.Module) -> Iterator[dict[int, Any]]:
-    yield from (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
