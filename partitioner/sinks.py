@@ -306,7 +306,7 @@ class _Judge:
                 raise Leak
 
     def _holds_others(self, value: Any) -> bool:
-        """Whether something that may change is in it which others hold as well."""
+        """Whether something that may change is in it which others hold as well, or it by two names."""
         inside: dict[int, Any] = {}
         waiting = [value]
         while waiting:
@@ -323,6 +323,10 @@ class _Judge:
             elif isinstance(one, (list, tuple, set, deque)):
                 waiting += one
             waiting += vars(one).values() if hasattr(one, "__dict__") else []
+        for key in inside:
+            names = {holder.key for holder in self._holders.get(key, ()) if holder.kind in ("attributes", "module")}
+            if key != id(value) and len(names) > 1:  # what is done to it by one name is done to it by the other
+                return True
         others = (holder for key in inside if key != id(value) for holder in self._holders.get(key, ()))
         return any(id(holder.owner) not in inside for holder in others)
 

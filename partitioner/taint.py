@@ -151,6 +151,12 @@ class Program:
     ) -> None:
         self._modules, self._classes = modules, list(classes)
         self._words = frozenset(name for cls in self._classes for name in vars(cls))
+        self._computed = frozenset(
+            name
+            for cls in self._classes
+            for name, found in vars(cls).items()
+            if isinstance(found, (property, functools.cached_property))
+        )
         self.tries = any(
             function.__code__.co_exceptiontable
             and not is_installed(function.__module__ or "")
@@ -168,6 +174,10 @@ class Program:
         """Whether a method of this name is one of tensors or dicts that changes nothing, and of no class of the
         user's."""
         return name in (_OF_NUMBERS - _OF_MODULES) | _VIEWING and name not in self._words
+
+    def is_computed(self, name: str) -> bool:
+        """Whether attributes of this name may be properties."""
+        return name in self._computed
 
     def is_users(self, name: str) -> bool:
         """Whether a class of the user's has a method or variable of this name."""
@@ -418,6 +428,7 @@ class Flow:
                 self._expression(item.context_expr, decided)
                 if self._is_tainted(item.context_expr):
                     raise Leak
+                self._not_new |= _stored_in(item)
             self._block(node.body, decided)
         elif isinstance(node, ast.Try):
             parts = [*node.body, *(one for each in node.handlers for one in each.body), *node.orelse, *node.finalbody]
@@ -445,6 +456,8 @@ class Flow:
             decided or self._is_tainted(node)
         ):
             raise Leak
+        else:
+            self._not_new |= _stored_in(node)
 
     def _return(self, node: ast.Return, decided: bool) -> None:
         if not self._is_method:
@@ -578,6 +591,8 @@ class Flow:
                 raise Leak
             if dirty:
                 self._tainted.add(target.id)
+            if not self._is_fixed(node.value):
+                self._fresh.add(target.id)
         elif self._is_root(target):
             if self._cls not in CONTAINERS:
                 raise Leak
@@ -607,12 +622,17 @@ class Flow:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             return node.value.id not in self._space and self._program.is_plain(node.attr)
         if isinstance(node, ast.Call):
-            is_item = isinstance(node.func, ast.Attribute) and node.func.attr in ("item", "time", "perf_counter")
+            is_item = self._is_call_by(node, frozenset({"item", "time", "perf_counter"}))
             return is_item or (isinstance(node.func, ast.Name) and node.func.id in _FIXED and self._is_builtin(node))
         if isinstance(node, (ast.BinOp, ast.UnaryOp)):
             parts = [node.operand] if isinstance(node, ast.UnaryOp) else [node.left, node.right]
             return all(map(self._is_fixed, parts))
         return isinstance(node, (ast.Constant, ast.JoinedStr))
+
+    def _is_call_by(self, node: ast.Call, names: frozenset[str]) -> bool:
+        """Whether it is a method of one of these names, and of no class of the user's."""
+        func = node.func
+        return isinstance(func, ast.Attribute) and func.attr in names and not self._program.is_users(func.attr)
 
     def _is_builtin(self, node: ast.Call) -> bool:
         return isinstance(node.func, ast.Name) and node.func.id not in self._space and node.func.id not in self._local
@@ -623,7 +643,7 @@ class Flow:
             return self._is_builtin(node) and node.func.id in _PURE - _PASSING
         if isinstance(node, ast.Call):
             is_torchs = isinstance(node.func, ast.Attribute) and self._is_of(torch, node.func, _NEW_TENSORS)
-            return is_torchs or (isinstance(node.func, ast.Attribute) and node.func.attr in _MAKING)
+            return is_torchs or self._is_call_by(node, _MAKING)
         return isinstance(node, (ast.BinOp, ast.UnaryOp, ast.Compare))
 
     def _is_made(self, node: ast.expr) -> bool:
@@ -746,7 +766,7 @@ class Flow:
         if self._is_root(node):
             return _ITSELF
         if isinstance(node, ast.Attribute):
-            return frozenset({node.attr})
+            return _ANYWHERE if self._program.is_computed(node.attr) else frozenset({node.attr})
         if isinstance(node, ast.Subscript):
             inside = self._where(node.value)
             return inside if isinstance(node.slice, ast.Slice) else self._inside(inside)
@@ -1012,10 +1032,13 @@ def _targets(node: ast.expr, depth: int = 0) -> Iterator[tuple[ast.expr, int]]:
         yield node, depth
 
 
+def _stored_in(node: ast.AST) -> set[str]:
+    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
+
+
 def _locals_of(node: ast.FunctionDef) -> set[str]:
     outer = {name for one in ast.walk(node) if isinstance(one, (ast.Global, ast.Nonlocal)) for name in one.names}
-    found = {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
-    return found - outer
+    return _stored_in(node) - outer
 
 
 def _calls(node: ast.AST, base: str, method: str, first: str | None = None) -> bool:

@@ -342,7 +342,56 @@ class ChangesWhatCameBeside(Empty):
         self.m.setdefault(name, Meter()).update(float(x))
 
 
+class ChangesByAProperty(Empty):
+    @property
+    def all(self) -> Any:
+        return self.m
+
+    def log(self, name: str, x: torch.Tensor) -> None:
+        self.m[name] = x
+        self.all[name].scale = len(self.m)
+
+
+class ChangesByAnotherName(Empty):
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = self.m
+
+    def log(self, name: str, x: torch.Tensor) -> None:
+        self.m[name] = x
+        for one in self.all.values():
+            one.scale = len(self.m)
+
+
+class ChangesASum(Empty):
+    def log(self, name: str, x: torch.Tensor) -> None:
+        y = 0
+        y += x  # type: ignore[assignment]
+        self.m[name] = y
+        self.m[name] += len(self.m)
+        SHARED.append(y)
+
+
+class ChangesAContext(Empty):
+    def log(self, name: str, x: torch.Tensor) -> None:
+        with Entering(x) as y:
+            self.m[name] = y
+        self.m[name].scale = len(self.m)
+
+
+class Entering:
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+    def __enter__(self) -> Any:
+        return self.x
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
 LEAKING = [
+    ChangesByAProperty, ChangesByAnotherName, ChangesASum, ChangesAContext,
     MakesRegistered, MakesCounted, MakesAnew, MakesByFactory, GivesByFactory, GivesByDefault, Draws, Shares,
     SharesADefault, Keeps, KeepsElsewhere, OfTheFirst, Tells, TellsItself, Decides, ChangesWhatCame,
     ChangesWhatCameInACopy, ChangesWhatCameInItems, ChangesWhatCameBeside,
