@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal, cast
 
 import torch
@@ -138,6 +139,8 @@ def partition(
                 f"{', '.join(lists)}: a list in it has as many items as the batch has samples ({samples}), so it is "
                 "cut into micro-batches with them; where that is chance, pass a tuple"
             )
+        if doubt := Cutter(batch_dim).doubt(args, kwargs, example_target):
+            notes.append(doubt)
         size = samples if batch_size is None else int(batch_size)
         cluster, device = _cluster(gpus, profile is not None, notes)
         training = Training(
@@ -155,7 +158,7 @@ def partition(
             batch_dim=batch_dim,
             whole=Cutter(batch_dim).goes_whole(args, kwargs, example_target),
         )
-        with shown(progress) as tell:
+        with shown(progress) as tell, _beside(doubt):
             if profile is None:
                 measured = measure(
                     model,
@@ -207,6 +210,17 @@ def partition(
     for text, kind in warned:
         warnings.warn(text, kind, stacklevel=2)
     return plan
+
+
+@contextmanager
+def _beside(doubt: str) -> Iterator[None]:
+    """What a refusal may come from, said with it."""
+    try:
+        yield
+    except ArgumentError as error:
+        if doubt:
+            error.args = (f"{error}. {doubt}",)
+        raise
 
 
 def _solved(profile: Profile, cluster: Cluster, training: Training, progress: Progress | None = None) -> Plan:

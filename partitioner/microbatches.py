@@ -87,6 +87,32 @@ class Cutter:
             f"dimension {self.batch_dim}; pass tensors, or say batch_dim="
         )
 
+    def doubt(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> str:
+        """Where the number of samples was told by a list of tensors and the target has another: what to pass instead.
+
+        >>> Cutter().doubt(([torch.zeros(3, 9, 9)] * 8,), {}, torch.zeros(8))[:93]
+        'argument 0 is a list of 8 tensors, which was taken for inputs that have 3 samples along dimen'
+        """
+        size = self.batch_size(args, kwargs)
+        aims = [one for one in tensors_in(target) if one.dim() > self.batch_dim]
+        if not aims or any(one.shape[self.batch_dim] == size for one in aims):
+            return ""
+        for key, value in _arguments(args, kwargs):
+            dim = self.special.get(key, self.batch_dim)
+            if dim is None or self._size_of(value, dim, str(key), (), ()) is None:
+                continue
+            if not isinstance(value, list) or not all(isinstance(one, torch.Tensor) for one in value):
+                return ""
+            name, sizes = f"argument {key}" if isinstance(key, int) else key, [one.shape[dim] for one in value]
+            if len(value) == size and sizes[0] != size:
+                taken = f"{size} samples, as their sizes along dimension {dim} differ ({sizes[0]}, {sizes[1]}): where "
+                taken += "they are inputs that hold several samples each, pass a tuple of them"
+            else:
+                taken = f"inputs that have {size} samples along dimension {dim} (the first is {described(value[0])}): "
+                taken += "where each is one sample, pass one tensor (torch.stack)"
+            return f"{name} is a list of {len(value)} tensors, which was taken for {taken}"
+        return ""
+
     def _size_of(
         self, value: Any, dim: int, path: str, described_by: Collection[int], beside: Collection[int]
     ) -> int | None:

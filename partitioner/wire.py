@@ -46,16 +46,17 @@ _KINDS = "FBE"
 
 
 class End(NamedTuple):
-    """A process group, and the other end's rank in it."""
+    """A process group, and the other end's rank in it; messages of one tag come in their order."""
 
     group: Any
     peer: int
+    tag: int = 0
 
     def send(self, buffer: torch.Tensor) -> Any:
-        return self.group.send([buffer], self.peer, 0)
+        return self.group.send([buffer], self.peer, self.tag)
 
     def receive(self, buffer: torch.Tensor) -> Any:
-        return self.group.recv([buffer], self.peer, 0)
+        return self.group.recv([buffer], self.peer, self.tag)
 
 
 class Channel(NamedTuple):

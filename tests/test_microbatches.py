@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -289,3 +290,18 @@ def test_a_list_that_goes_whole_may_hold_batches(kind: type) -> None:
         parts = cutter.cut((batch,), {}, None, 2)
         assert [len(part.args[0]) for part in parts] == [len(batch)] * 2
         assert torch.equal(torch.cat([part.args[0][-1] for part in parts]), batch[-1])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "rows", "says"),
+    [
+        ([torch.zeros(3, 9, 9)] * 8, 8, "3 samples along dimension 0 .the first is float32 .3, 9, 9..: where each is"),
+        ([torch.zeros(8, 3), torch.zeros(24, 3)], 32, r"2 samples, as their sizes along dimension 0 differ \(8, 24\)"),
+        ([torch.zeros(8, 3), torch.zeros(8, 5)], 8, ""),
+        ([torch.zeros(3, 9, 8), torch.zeros(3, 8, 9)], 2, ""),
+        (torch.zeros(3, 9), 8, ""),
+    ],
+)
+def test_samples_that_a_list_told_otherwise_than_the_target_are_doubted(inputs: Any, rows: int, says: str) -> None:
+    found = Cutter().doubt((inputs,), {}, torch.zeros(rows, 3))
+    assert bool(found) == bool(says) and re.search(says, found)

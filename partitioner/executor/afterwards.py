@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from partitioner.errors import ArgumentError, UnsupportedModelError
 from partitioner.executor import reduction
+from partitioner.executor.replaced import Replaced
 from partitioner.structures import are_same_objects
 
 
@@ -116,22 +117,22 @@ class NoLocalNorm:
 
     def __init__(self, own: Mapping[str, nn.Parameter]) -> None:
         self._own = own
-        self._norm: Any = None
         self._hook: Any = None
+        owners = (clip_grad, "_get_total_norm"), (nn.utils, "get_total_norm")
+        self._replaced = [Replaced(owner, name, self._refusing) for owner, name in owners]
 
     def enter(self) -> None:
-        """The function that they ask for the norm is another."""
+        """The functions that are asked for a norm are others."""
         self._hook = register_optimizer_step_pre_hook(self._refuse_optimizer)
-        self._norm = getattr(clip_grad, "_get_total_norm", None)
-        if self._norm is not None:
-            clip_grad._get_total_norm = nn.utils.get_total_norm = self._refuse_or_norm
+        for one in self._replaced:
+            one.enter()
 
     def leave(self) -> None:
-        """As before, unless another stage has been entered since."""
+        """As before."""
         if self._hook is not None:
             self._hook.remove()
-        if getattr(clip_grad, "_get_total_norm", None) == self._refuse_or_norm:
-            clip_grad._get_total_norm = nn.utils.get_total_norm = self._norm
+        for one in self._replaced:
+            one.leave()
 
     def _refuse_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         kind = next((one.__name__ for one in type(optimizer).__mro__ if one.__name__.startswith(_OVER_ALL)), None)
@@ -145,12 +146,16 @@ class NoLocalNorm:
                 "only (mesh={'dp': n}, shard='none')"
             )
 
-    def _refuse_or_norm(self, tensors: Any, *how: Any, **named: Any) -> Any:
-        ours = {id(parameter.grad) for parameter in self._own.values() if parameter.grad is not None}
-        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        if any(id(tensor) in ours for tensor in tensors):
-            raise ArgumentError(
-                "torch.nn.utils would take the norm over the gradients of this rank alone, another on each stage: call "
-                "stage.clip_grad_norm_(max_norm), which takes that of the whole model; with max_norm=inf it clips none"
-            )
-        return self._norm(tensors, *how, **named)
+    def _refusing(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def total_norm(tensors: Any, *how: Any, **named: Any) -> Any:
+            ours = {id(parameter.grad) for parameter in self._own.values() if parameter.grad is not None}
+            tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+            if any(id(tensor) in ours for tensor in tensors):
+                raise ArgumentError(
+                    "torch.nn.utils would take the norm over the gradients of this rank alone, another on each stage: "
+                    "call stage.clip_grad_norm_(max_norm), which takes that of the whole model; with max_norm=inf it "
+                    "clips none"
+                )
+            return plain(tensors, *how, **named)
+
+        return total_norm

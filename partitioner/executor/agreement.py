@@ -7,10 +7,9 @@ in every step       a few elements of the inputs, and what the loop told a sched
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -20,6 +19,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from partitioner.errors import ArgumentError, PlanMismatchError
 from partitioner.executor.mesh import Mesh
+from partitioner.executor.replaced import Replaced
 from partitioner.structures import tensors_in
 
 MAX_ELEMENTS = 2**16
@@ -115,24 +115,15 @@ class Alike:
         self._ours = {id(parameter) for parameter in parameters}
         self._samples: list[tuple[str, torch.Tensor]] = []
         self._calls, self._sum = 0, 0.0
+        self._replaced = Replaced(ReduceLROnPlateau, "step", self._noting)
 
     def enter(self) -> None:
         """Looked at where the class finds its method, for schedulers that there are and will be."""
-        self._step = ReduceLROnPlateau.step
-        plain, note = self._step, self._note
-
-        def step(scheduler: ReduceLROnPlateau, metrics: Any, *args: Any, **kwargs: Any) -> None:
-            note(scheduler.optimizer, metrics)
-            return plain(scheduler, metrics, *args, **kwargs)
-
-        self._patched = functools.update_wrapper(step, plain)
-        ReduceLROnPlateau.step = self._patched  # type: ignore[method-assign, assignment]
+        self._replaced.enter()
 
     def leave(self) -> None:
-        """As before, unless another stage has been entered since: then its function goes on through this one."""
-        self._ours = set()
-        if ReduceLROnPlateau.step is self._patched:
-            ReduceLROnPlateau.step = self._step  # type: ignore[method-assign]
+        """As before."""
+        self._replaced.leave()
 
     def begin(self, inputs: Any) -> None:
         """A step begins. The elements are fetched at its end: nothing waits for a device here."""
@@ -159,6 +150,13 @@ class Alike:
                 "learning rates would become different: tell it on every rank the same, such as the loss that "
                 "train_step or eval_loss gives to all of them"
             )
+
+    def _noting(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def step(scheduler: ReduceLROnPlateau, metrics: Any, *args: Any, **kwargs: Any) -> Any:
+            self._note(scheduler.optimizer, metrics)
+            return plain(scheduler, metrics, *args, **kwargs)
+
+        return step
 
     def _note(self, optimizer: torch.optim.Optimizer, metrics: Any) -> None:
         if any(id(parameter) in self._ours for group in optimizer.param_groups for parameter in group["params"]):

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 from torch import nn
 
 from partitioner.actions import Action
-from partitioner.errors import PartitionerError, RankError
+from partitioner.errors import ArgumentError, PartitionerError, RankError
+from partitioner.executor.calls import Calls
 from partitioner.executor.mesh import Mesh
 from partitioner.wire import PeerLost, peer_lost
 
@@ -32,17 +33,43 @@ class Failures:
         self._mesh = mesh
         self._names: dict[int, str] = {}
         self._walk: _Walk | None = None
+        self._calls: Calls | None = None
+        self._call = ""
         self._failed = ""
+        self._has_left = False
 
-    def watch(self, model: nn.Module, walk: _Walk) -> None:
-        """From now on errors are placed in this model's layers and this walk's actions."""
+    def watch(self, model: nn.Module, walk: _Walk, calls: Calls) -> None:
+        """From now on errors are placed in this model's layers, this walk's actions and these calls."""
         self._names = {id(module): name for name, module in model.named_modules()}
-        self._walk = walk
+        self._walk, self._calls = walk, calls
 
     @property
     def failed(self) -> bool:
         """Whether this rank's part in the mesh has ended with an error."""
         return bool(self._failed)
+
+    def leave(self) -> None:
+        """This rank's part ends, by an error or as it should."""
+        if not self._failed and not self._has_left:
+            self._mesh.report_leaving()
+        self._has_left = True
+        if self._calls is not None:
+            self._calls.drop()
+
+    @contextmanager
+    def called(self, call: str) -> Iterator[None]:
+        """Around a call that other ranks make too: they are told of it, and errors are caught."""
+        if self._has_left and not self._failed and self._mesh.plan.num_ranks > 1:
+            raise ArgumentError(
+                f"{call} on rank {self._mesh.rank}, whose stage has been closed (by stage.close() or at the end of its "
+                "with block): call it before that, or materialize the model again"
+            )
+        with self.caught():
+            self._call = call
+            if self._calls is not None:
+                self._calls.begin(call)
+            yield
+            self._call = ""
 
     @contextmanager
     def caught(self) -> Iterator[None]:
@@ -61,8 +88,11 @@ class Failures:
         """The error to raise for `error`; the other ranks are told."""
         if self._failed:
             return error
-        told = self._told(error, self._walk.now if self._walk is not None else None)
-        self._failed = str(told) or type(told).__name__
+        place_text = self._place(error)
+        told = self._told(error, place_text)
+        self._failed = str(told)
+        if not isinstance(told, RankError):
+            self._failed = f"{str(told) or type(told).__name__} ({place_text})"
         if self._mesh.control is None:
             self._failed = ""
             return told
@@ -72,24 +102,23 @@ class Failures:
         self._mesh.report_failure(place | {"message": self._failed})
         if self._walk is not None:
             self._walk.drop()
+        if self._calls is not None:
+            self._calls.drop()
         _forget_locals(error)
         self._mesh.close()
         return told
 
-    def _told(self, error: BaseException, now: Action | None) -> BaseException:
-        mesh = self._mesh
+    def _place(self, error: BaseException) -> str:
+        now, layer = self._now(), self._layer_of(error)
+        text = f"rank {self._mesh.rank}, stage {self._mesh.stage}"
+        text += f", micro-batch {now.microbatch} ({now})" if now else ""
+        return text + (f", layer {layer}" if layer else "")
+
+    def _told(self, error: BaseException, place_text: str) -> BaseException:
+        mesh, now = self._mesh, self._now()
         lost = _as_peer_lost(error, mesh)
         if lost is not None:
-            first = mesh.first_failure()
-            where = f"rank {mesh.rank} (stage {mesh.stage}) stopped" + (f" in {now}" if now else "")
-            if first is None:
-                return RankError(f"{where}: {lost}", rank=lost.rank)
-            place = {key: first.get(key) for key in ("stage", "microbatch", "layer")}
-            return RankError(f"{where}, because {first['message']}", rank=first["rank"], **place)
-        layer = self._layer_of(error)
-        place_text = f"rank {mesh.rank}, stage {mesh.stage}"
-        place_text += f", micro-batch {now.microbatch} ({now})" if now else ""
-        place_text += f", layer {layer}" if layer else ""
+            return self._told_by_others(lost)
         if isinstance(error, PartitionerError):
             error.add_note(f"on {place_text}")
             return error
@@ -100,8 +129,30 @@ class Failures:
             rank=mesh.rank,
             stage=mesh.stage,
             microbatch=now.microbatch if now else None,
-            layer=layer,
+            layer=self._layer_of(error),
         )
+
+    def _told_by_others(self, lost: PeerLost) -> RankError:
+        """Why another rank is gone: what it or a third one has left word of, or that it has left."""
+        mesh, now = self._mesh, self._now()
+        doing = " in " + " of ".join(filter(None, (str(now) if now else "", self._call)))
+        where = f"rank {mesh.rank} (stage {mesh.stage}) stopped" + (doing if now or self._call else "")
+        left = [rank for rank in mesh.left() if rank != mesh.rank]
+        first = mesh.first_failure(patience_s=0.01 if left else 1.0)  # word is left before connections end
+        if first is not None:
+            place = {key: first.get(key) for key in ("stage", "microbatch", "layer")}
+            return RankError(f"{where}, because {first['message']}", rank=first["rank"], **place)
+        if left:
+            return RankError(
+                f"{where}, because {'rank' if len(left) == 1 else 'ranks'} {', '.join(map(str, left))} had left (by "
+                "stage.close() or at the end of the with block): make the same calls on every rank, and decide when to "
+                "end by what is the same on all, such as the loss that train_step and eval_loss give",
+                rank=left[0],
+            )
+        return RankError(f"{where}: {lost}", rank=lost.rank)
+
+    def _now(self) -> Action | None:
+        return self._walk.now if self._walk is not None else None
 
     def _layer_of(self, error: BaseException) -> str | None:
         """The innermost module of the model that was running when the error was raised."""
@@ -115,13 +166,16 @@ class Failures:
         return found
 
 
+_HOLDING = ("partitioner.executor", "partitioner.wire", "torch.distributed")
+
+
 def _forget_locals(error: BaseException) -> None:
-    """Empty the executor's own frames in the traceback: what they refer to would keep connections open."""
+    """Empty the executor's and torch's own frames in the traceback: what they refer to would keep connections open."""
     found: BaseException | None = error
     while found is not None:
         trace = found.__traceback__
         while trace is not None:
-            if trace.tb_frame.f_globals.get("__name__", "").startswith(("partitioner.executor", "partitioner.wire")):
+            if trace.tb_frame.f_globals.get("__name__", "").startswith(_HOLDING):
                 with contextlib.suppress(RuntimeError):  # it still runs
                     trace.tb_frame.clear()
                     _ = trace.tb_frame.f_locals  # brings the frame's own copy of them up to date, where it has one

@@ -158,6 +158,21 @@ class Mesh:
             return found
         return None
 
+    def report_leaving(self) -> None:
+        """Leave word that this rank's part has ended as it should, for those that would still wait for it.
+
+        Where the store is not that of a rank, which may have gone before.
+        """
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            with contextlib.suppress(Exception):
+                self._store().set(self._leaving_key(self.rank), "1")
+
+    def left(self) -> list[int]:
+        """The ranks whose part has ended as it should."""
+        with contextlib.suppress(Exception):
+            return [rank for rank in range(self.plan.num_ranks) if self._store().check([self._leaving_key(rank)])]
+        return []
+
     def close(self) -> None:
         """Take down the groups made here; a rank that still waits for this one learns of it at once."""
         groups = [self.control, self.across, self.within_replica, *self.owners.values(), *self.edges.values()]
@@ -199,6 +214,9 @@ class Mesh:
 
     def _failure_key(self) -> str:
         return f"partitioner/first failure/{self._name}"
+
+    def _leaving_key(self, rank: int) -> str:
+        return f"partitioner/left/{self._name}/{rank}"
 
     _name: str = ""
 

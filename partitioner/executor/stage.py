@@ -21,6 +21,7 @@ from partitioner.executor.afterwards import Afterwards, NoLocalNorm
 from partitioner.executor.agreement import Alike, digest, refuse_differing, refuse_drift, refuse_other_order
 from partitioner.executor.buffers import ReplicaBuffers
 from partitioner.executor.by_hand import warn_of_parts
+from partitioner.executor.calls import Calls
 from partitioner.executor.division import Division
 from partitioner.executor.failures import Failures
 from partitioner.executor.inputs import InputGradients
@@ -159,7 +160,7 @@ class LiveStage:
             self._trained = frozenset(name for name, one in placement.own.items() if one.requires_grad)
         randomness = Randomness(self._seed, mesh.stage, mesh.replica, mesh.device)
         self._pipeline = Pipeline(mesh, part, loss, randomness, self._recorder, self._reduction, replicas)
-        failures.watch(placement.model, self._pipeline)
+        failures.watch(placement.model, self._pipeline, Calls(mesh, self._division.divides))
         look_again = part.look_again if isinstance(part, Slice) else lambda: None
         self._state = part.shared if isinstance(part, Slice) else None
         self._afterwards = Afterwards(placement.model, placement.own, plan.num_replicas, look_again)
@@ -168,7 +169,7 @@ class LiveStage:
         if plan.num_stages > 1 or any(stage.shard != "none" for stage in plan.stages):
             self._watches += [
                 NoLocalNorm(placement.own),
-                AgreedScaling(mesh, (*placement.own.values(), *placement.model.parameters())),
+                AgreedScaling(mesh, (*placement.own.values(), *placement.model.parameters()), failures.called),
             ]
         for watch in self._watches:
             watch.enter()
@@ -232,12 +233,12 @@ class LiveStage:
 
         Where the stage's replicas divide the optimizer's state, all of them must call it.
         """
-        self._refresh()
+        self._refresh("stage.state_dict")
         return self._placement.state_dict()
 
     def full_state_dict(self) -> dict[str, Any] | None:
         """The whole model's state dict on rank 0, on the CPU; None elsewhere. Every rank must call it."""
-        with self._failures.caught():
+        with self._failures.called("stage.full_state_dict"):
             self._reduction.refresh()
             return full_state_dict(self._mesh, self._placement)
 
@@ -250,7 +251,7 @@ class LiveStage:
         """
         from partitioner.executor import checkpoint  # torch's checkpoints take a second to import
 
-        with self._failures.caught():
+        with self._failures.called("stage.save_checkpoint"):
             self._reduction.refresh()
             training = {"num_steps": self._num_steps, "num_calls": self._num_calls, "seed": self._seed}
             problem = checkpoint.save(path, self._mesh, self._placement, optimizer, training)
@@ -261,7 +262,7 @@ class LiveStage:
         """Read what `save_checkpoint` wrote, under this or any other plan. Every rank must call it."""
         from partitioner.executor import checkpoint
 
-        with self._failures.caught():
+        with self._failures.called("stage.load_checkpoint"):
             training = checkpoint.load(path, self._mesh, self._placement, optimizer)
             self._num_steps, self._num_calls = int(training["num_steps"]), int(training["num_calls"])
 
@@ -274,7 +275,7 @@ class LiveStage:
         The loss is 0-d, detached and the same on every rank. Gradients are added to those already there, those of
         inputs that require them too.
         """
-        with self._failures.caught():
+        with self._failures.called("stage.train_step"):
             self._refuse_inference()
             self._refuse_unfrozen()
             self._afterwards.check()
@@ -314,7 +315,7 @@ class LiveStage:
         sees some micro-batches alone, so a forward that changes a buffer, as that of BatchNorm in training mode does,
         is an ArgumentError there; what it leaves in plain Python for the next forward is not looked after.
         """
-        with self._failures.caught(), torch.no_grad():
+        with self._failures.called("stage.eval_step"), torch.no_grad():
             self._afterwards.check()
             if self.plan.training.objective != "train":
                 self._recorder.begin()
@@ -338,7 +339,7 @@ class LiveStage:
 
         What stops a training, keeps its best weights or lowers its learning rate is decided by it on all ranks alike.
         """
-        with self._failures.caught(), torch.no_grad():
+        with self._failures.called("stage.eval_loss"), torch.no_grad():
             self._refuse_inference()
             self._afterwards.check()
             self._reduction.refresh()
@@ -365,7 +366,7 @@ class LiveStage:
 
         A parameter that several stages share counts once. Every rank must call it.
         """
-        with self._failures.caught():
+        with self._failures.called("stage.clip_grad_norm_"):
             self._refuse_inference()
             counted, own = [], []
             for name, parameter in self._placement.own.items():
@@ -399,7 +400,7 @@ class LiveStage:
 
     def timeline(self) -> Timeline:
         """What every rank did in the last step, on one clock. Every rank must call it."""
-        with self._failures.caught():
+        with self._failures.called("stage.timeline"):
             return self._recorder.timeline()
 
     def processor_share(self) -> float | None:
@@ -421,18 +422,19 @@ class LiveStage:
             return
         try:
             if sys.exception() is None and not self._failures.failed:
-                self._refresh()
+                self._refresh("stage.close")
         finally:
             self._leave()
 
-    def _refresh(self) -> None:
+    def _refresh(self, call: str) -> None:
         """Take the values that other replicas keep up to date. A stage that was closed has them, unless it failed."""
         if self._division.divides and (not self._closed or self._failures.failed):
-            with self._failures.caught():
+            with self._failures.called(call):
                 self._reduction.refresh()
 
     def _leave(self) -> None:
         self._closed = True
+        self._failures.leave()
         for watch in reversed(self._watches):
             watch.leave()
         self._recorder.close()
