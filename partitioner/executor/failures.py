@@ -138,7 +138,7 @@ class Failures:
         doing = " in " + " of ".join(filter(None, (str(now) if now else "", self._call)))
         where = f"rank {mesh.rank} (stage {mesh.stage}) stopped" + (doing if now or self._call else "")
         left = [rank for rank in mesh.left() if rank != mesh.rank]
-        first = mesh.first_failure(patience_s=0.01 if left else 1.0)  # word is left before connections end
+        first = mesh.first_failure(patience_s=0.0 if left else 1.0)  # word is left before connections end
         if first is not None:
             place = {key: first.get(key) for key in ("stage", "microbatch", "layer")}
             return RankError(f"{where}, because {first['message']}", rank=first["rank"], **place)

@@ -153,7 +153,10 @@ class Mesh:
         """What the first rank that failed has left word of; None where it could not."""
         with contextlib.suppress(Exception):
             store = self._store()
-            store.wait([self._failure_key()], timedelta(seconds=patience_s))
+            if patience_s:
+                store.wait([self._failure_key()], timedelta(seconds=patience_s))
+            elif not store.check([self._failure_key()]):
+                return None
             found: dict[str, Any] = json.loads(store.get(self._failure_key()))
             return found
         return None
