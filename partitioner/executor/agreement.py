@@ -8,7 +8,10 @@ in every step       a few elements of the inputs, and what the loop told a sched
 from __future__ import annotations
 
 import hashlib
+import math
 import os
+import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -16,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from partitioner.errors import ArgumentError, PlanMismatchError
 from partitioner.executor.mesh import Mesh
@@ -109,21 +113,28 @@ def _refuse_batch(others: Sequence[int], first: int) -> NoReturn:
 
 class Alike:
     """What the ranks of a replica compare in each step, along with the loss; while it is entered, what the loop gives
-    to ReduceLROnPlateau too, which lowers the learning rate of each rank by what that rank tells it."""
+    to ReduceLROnPlateau too, which lowers the learning rate of each rank by what that rank tells it, and the steps and
+    the learning rate of the optimizer, where each rank has a single one with a single rate."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._ours = {id(parameter) for parameter in parameters}
         self._samples: list[tuple[str, torch.Tensor]] = []
         self._calls, self._sum = 0, 0.0
         self._replaced = Replaced(ReduceLROnPlateau, "step", self._noting)
+        self._hook: Any = None
+        self._optimizers = weakref.WeakSet[torch.optim.Optimizer]()
+        self._steps, self._first_rate, self._rate = 0, math.nan, math.nan
+        self._has_warned = False
 
     def enter(self) -> None:
         """Looked at where the class finds its method, for schedulers that there are and will be."""
         self._replaced.enter()
+        self._hook = register_optimizer_step_post_hook(self._after_step)
 
     def leave(self) -> None:
         """As before."""
         self._replaced.leave()
+        self._hook.remove()
 
     def begin(self, inputs: Any) -> None:
         """A step begins. The elements are fetched at its end: nothing waits for a device here."""
@@ -131,11 +142,16 @@ class Alike:
 
     def numbers(self) -> list[float]:
         """Of this rank, in this step."""
-        return [float(number_of(self._samples) % 2**48), float(self._calls), self._sum]
+        is_single = len(self._optimizers) == 1
+        of_optimizer = [self._steps, self._first_rate, self._rate] if is_single else [math.nan] * 3
+        return [float(number_of(self._samples) % 2**48), float(self._calls), self._sum, *of_optimizer]
 
     def refuse(self, everyones: torch.Tensor, ranks: Sequence[int]) -> None:
-        """An ArgumentError on all ranks where they differ. `everyones`: a row for each of these ranks."""
-        batches, calls, sums = everyones.unbind(1)
+        """An ArgumentError on all ranks where they differ. `everyones`: a row for each of these ranks.
+
+        A warning where an optimizer steps otherwise: there may be one for each part of the model.
+        """
+        batches, calls, sums, steps, first_rates, rates = everyones.unbind(1)
         others = [rank for rank, differs in zip(ranks, (batches != batches[0]).tolist(), strict=True) if differs]
         if others:
             _refuse_batch(others, ranks[0])
@@ -150,6 +166,35 @@ class Alike:
                 "learning rates would become different: tell it on every rank the same, such as the loss that "
                 "train_step or eval_loss gives to all of them"
             )
+
+        if not self._has_warned:
+            self._warn("differ in their number of steps", steps, ranks)
+        if not self._has_warned and bool((first_rates == first_rates[0]).all()):
+            self._warn(f"began with the learning rate {first_rates[0]:g} and differ in it now", rates, ranks)
+
+    def _warn(self, what: str, numbers: torch.Tensor, ranks: Sequence[int]) -> None:
+        if bool(numbers.isnan().any() | torch.isclose(numbers, numbers[0], rtol=1e-6, atol=0.0).all()):
+            return
+        self._has_warned = True
+        each = ", ".join(f"{one:.6g} on rank {rank}" for rank, one in zip(ranks, numbers.tolist(), strict=True))
+        warnings.warn(
+            f"the optimizers of a replica's ranks {what} ({each}). Where they stand for one "
+            "optimizer of the whole model, something that differs between ranks was decided by, such as what layers "
+            "recorded: decide by what is the same on all, such as the loss that train_step and eval_loss give, or put "
+            "the parts of all ranks together first (torch.distributed.all_gather_object)",
+            UserWarning,
+            stacklevel=5,
+        )
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not any(id(parameter) in self._ours for group in optimizer.param_groups for parameter in group["params"]):
+            return
+        self._optimizers.add(optimizer)
+        self._steps += 1
+        rates = [group.get("lr") for group in optimizer.param_groups]
+        is_one = all(isinstance(rate, (int, float)) and rate == rates[0] for rate in rates)
+        self._rate = float(rates[0] or 0.0) if is_one else math.nan
+        self._first_rate = self._rate if self._steps == 1 else self._first_rate
 
     def _noting(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def step(scheduler: ReduceLROnPlateau, metrics: Any, *args: Any, **kwargs: Any) -> Any:

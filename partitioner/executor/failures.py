@@ -91,8 +91,10 @@ class Failures:
         place_text = self._place(error)
         told = self._told(error, place_text)
         self._failed = str(told)
-        if not isinstance(told, RankError):
-            self._failed = f"{str(told) or type(told).__name__} ({place_text})"
+        if isinstance(told, PartitionerError) and not isinstance(told, RankError):
+            self._failed = f"{told} ({place_text})"
+        elif not isinstance(told, PartitionerError):
+            self._failed = f"{place_text} was ended by {type(told).__name__}{f' ({told})' if str(told) else ''}"
         if self._mesh.control is None:
             self._failed = ""
             return told
@@ -119,10 +121,8 @@ class Failures:
         lost = _as_peer_lost(error, mesh)
         if lost is not None:
             return self._told_by_others(lost)
-        if isinstance(error, PartitionerError):
+        if isinstance(error, PartitionerError) or not isinstance(error, Exception):
             error.add_note(f"on {place_text}")
-            return error
-        if not isinstance(error, Exception):
             return error
         return RankError(
             f"{place_text} failed: {type(error).__name__}: {error}",

@@ -275,11 +275,12 @@ class LiveStage:
         The loss is 0-d, detached and the same on every rank. Gradients are added to those already there, those of
         inputs that require them too.
         """
-        with self._failures.called("stage.train_step"):
-            self._refuse_inference()
+        self._refuse_inference()
+        with self._failures.caught():  # what every rank finds for itself comes first
             self._refuse_unfrozen()
             self._afterwards.check()
             self._afterwards.begin()
+        with self._failures.called("stage.train_step"):
             if self._num_steps == 0 and (self._mesh.num_stages > 1 or self._division.divides):
                 warn_of_parts(*((), ()) if self._state is None else self._state.kept_apart())
             self._recorder.begin()
@@ -315,8 +316,9 @@ class LiveStage:
         sees some micro-batches alone, so a forward that changes a buffer, as that of BatchNorm in training mode does,
         is an ArgumentError there; what it leaves in plain Python for the next forward is not looked after.
         """
-        with self._failures.called("stage.eval_step"), torch.no_grad():
+        with self._failures.caught():
             self._afterwards.check()
+        with self._failures.called("stage.eval_step"), torch.no_grad():
             if self.plan.training.objective != "train":
                 self._recorder.begin()
             self._reduction.refresh()
@@ -339,9 +341,10 @@ class LiveStage:
 
         What stops a training, keeps its best weights or lowers its learning rate is decided by it on all ranks alike.
         """
-        with self._failures.called("stage.eval_loss"), torch.no_grad():
-            self._refuse_inference()
+        self._refuse_inference()
+        with self._failures.caught():
             self._afterwards.check()
+        with self._failures.called("stage.eval_loss"), torch.no_grad():
             self._reduction.refresh()
             microbatches, weights = self._prepared(inputs, target, self._loss)
             counts, shares = self._shares(microbatches, weights)
@@ -366,8 +369,8 @@ class LiveStage:
 
         A parameter that several stages share counts once. Every rank must call it.
         """
+        self._refuse_inference()
         with self._failures.called("stage.clip_grad_norm_"):
-            self._refuse_inference()
             counted, own = [], []
             for name, parameter in self._placement.own.items():
                 if parameter.grad is not None:
