@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -46,8 +46,8 @@ class Probe:
     loss: Loss | None
     chance: Chance
     """Of the forward in which `received` was found."""
-    state: ModelState | None
-    """What the model is to be before each run; None where runs do not change it."""
+    give_back: Callable[[], None]
+    """Makes the model what it is to be before each run."""
     forward_s: list[float] = field(default_factory=list)
     backward_s: list[float] = field(default_factory=list)
     own_saved_bytes: int = 0
@@ -89,7 +89,7 @@ def make_probes(
     args, kwargs = (part.args, part.kwargs) if not on_meta else map_tensors((part.args, part.kwargs), to_meta)
     wanted = [[layer.id for layer in group] for group in first.values()]
     compared = None if on_meta or loss.function is None else loss.against(part.target)
-    payloads, chances, state = _surveyed(model, captured, wanted, args, kwargs, compared)
+    payloads, chances, give_back = _surveyed(model, captured, wanted, args, kwargs, compared)
     here = map_tensors(part, lambda tensor: real(tensor, device))
     found = []
     for key, group in first.items():
@@ -109,7 +109,7 @@ def make_probes(
                 captured=captured,
                 loss=loss if last else None,
                 chance=chances[group[0].id],
-                state=state,
+                give_back=give_back,
             )
         )
     return found
@@ -127,15 +127,29 @@ def _surveyed(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     loss: Compared | None,
-) -> tuple[dict[str, Payload], dict[str, Chance], ModelState | None]:
-    """What each of `groups` receives, by its first layer, and how; and the state of the model and its loss before.
+) -> tuple[dict[str, Payload], dict[str, Chance], Callable[[], None]]:
+    """What each of `groups` receives, by its first layer, and how; and what gives back the model and its loss.
 
-    The state is None where neither forwards nor the loss change it; a loss may take out what a forward has left.
+    Buffers of torch's own modules, the averages of BatchNorm, stay as they are: no layer's work depends on them.
     Where a first forward builds something to keep, the second is taken; where layers are left out at random, more.
     """
     found: dict[str, Payload] = {}
     chances: dict[str, Chance] = {}
     state: ModelState | None = None
+    aside = {
+        id(one)
+        for module in model.modules()
+        if type(module).__module__.startswith("torch.")
+        for one in module.buffers()
+    }
+    values: list[Callable[[], None]] = []
+
+    def give_back() -> None:
+        if state is not None:
+            state.restore()
+        for undo in values:
+            undo()
+
     for attempt in range(MAX_SURVEYS):
         fated = FATES[(attempt + 1) % len(FATES)]  # left to chance last: then a layer runs, and those after it may not
         before = ModelState(model, () if loss is None else loss.loss.keeps)
@@ -150,11 +164,13 @@ def _surveyed(
             if attempt == 0 and stays:
                 continue
             state = state or before
-            state.restore()
+        elif state is None and not values:
+            values += before.undo_values(aside)
+        give_back()
         found |= seen.payloads
         chances |= dict.fromkeys(seen.payloads, chance)
         if found.keys() >= {names[0] for names in groups}:
-            return found, chances, state
+            return found, chances, give_back
     missing = next(names[0] for names in groups if names[0] not in found)
     raise UnsupportedModelError(
         f"layer {missing} ran when the model was captured, and in none of {MAX_SURVEYS} forwards later: the model must "

@@ -11,7 +11,7 @@ import random
 import sys
 import warnings
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from operator import is_
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -153,7 +153,8 @@ class ModelState:
     def __init__(self, model: nn.Module, others: Any = ()) -> None:
         """`others`: more that is to be kept, in tuples."""
         self._undo: list[Callable[[], None]] = []
-        self._values: list[tuple[Callable[[], Any], Any]] = []
+        self._values: list[tuple[Any, Callable[[], Any], Any]] = []
+        """Tensors and the like, what tells their content, and what that was."""
         self._containers: list[tuple[Any, Any]] = []
         self._empty: list[Any] = []
         """Containers that hold nothing, as most tables of hooks do."""
@@ -182,13 +183,21 @@ class ModelState:
             if container:
                 container.clear()
 
+    def undo_values(self, but: Container[int]) -> list[Callable[[], None]]:
+        """What gives back the tensors, arrays and generators that have changed, but for those with these ids."""
+        return [
+            _tensor_undo(item, before) if isinstance(item, torch.Tensor) else functools.partial(fill, item, before)
+            for item, now, before in self._values
+            if id(item) not in but and not _equal(now(), before)
+        ]
+
     def has_changed(self) -> bool:
         """Whether an attribute or container holds other objects than it did; what tensors hold does not count."""
         return any(self._empty) or any(_differ(container, before) for container, before in self._containers)
 
     def differs(self) -> bool:
         """Whether anything has changed, what tensors hold and the states of generators included."""
-        return self.has_changed() or any(not _equal(now(), before) for now, before in self._values)
+        return self.has_changed() or any(not _equal(now(), before) for _, now, before in self._values)
 
     def _keep(self, item: Any, depth: int) -> None:
         kind = type(item)
@@ -214,7 +223,7 @@ class ModelState:
                 and not item.is_nested
             ):
                 before = item.detach().clone()
-                self._values.append((item.detach, before))
+                self._values.append((item, item.detach, before))
                 self._undo.append(_tensor_undo(item, before))
         elif isinstance(item, (list, dict, set, deque)):
             self._note(item)
@@ -231,7 +240,7 @@ class ModelState:
         elif has_content(item):
             self._note(item)
             before = content_of(item)
-            self._values.append((lambda: content_of(item), before))
+            self._values.append((item, lambda: content_of(item), before))
             self._undo.append(lambda: fill(item, before))
         elif is_python_object(item):
             self._note(item)

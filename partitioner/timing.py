@@ -185,8 +185,7 @@ class _Named(Meter):
 def _as_surveyed(model: nn.Module, probe: Probe) -> Iterator[None]:
     """The model and chance are as when the probe's inputs were made."""
     set_random_states(probe.chance.states)
-    if probe.state is not None:
-        probe.state.restore()
+    probe.give_back()
     with fate(model, probe.chance.fate):
         yield
 
@@ -303,7 +302,8 @@ def slicing_seconds(model: nn.Module, captured: Capture, part: MicroBatch, devic
             spent += time.perf_counter() - start
             spent -= watch.seconds() if not clock.cuda else 0.0
             received = {0: run.sends[1]} if run.sends else {}
-            states[stage] = ModelState(model)
+            if not repeat:
+                states[stage] = ModelState(model)  # and is timed as one later forward, each time the same
         if repeat and not clock.cuda:
             times.append(spent / 2)
     return statistics.median(times) if times else 0.0
@@ -315,13 +315,17 @@ def whole_steps(
     """Forward and backward of the unsliced model at each size: one to warm up, the median of three."""
     clock = Clock(device)
     times: dict[int, list[float]] = {size: [] for size in sizes}
+    before, undo = ModelState(model), list[Callable[[], None]]()
     for repeat in range(4):
         for size in sizes:
             part = parts[size]
+            for one in undo:
+                one()
             args, kwargs = _given(part)
             start = clock.now()
             _backward(loss.of(model(*args, **kwargs), part.target), [])
             seconds = clock.between(start, clock.now())
+            undo = undo or before.undo_values(())
             if repeat:
                 times[size].append(seconds)
     return tuple(statistics.median(times[size]) for size in sizes)

@@ -314,3 +314,32 @@ def test_a_batch_that_the_model_extends_is_as_it_was_after_profiling() -> None:
     profiled(case, microbatch_sizes=[8], whole_step=True)
     assert batch.keys() == before.keys()
     assert all(batch[key] is value for key, value in before.items())
+
+
+class Queue(nn.Module):
+    """Keeps the last 16 samples in a ring, as MoCo does: it must divide by the samples of all forwards so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.register_buffer("kept", torch.randn(16, 8))
+        self.register_buffer("at", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.body(x)
+        scores = x @ self.kept.clone().T
+        with torch.no_grad():
+            at = int(self.at)
+            self.kept[at : at + len(x)] = x
+            self.at[0] = (at + len(x)) % 16
+        return scores
+
+
+def test_each_timed_run_starts_from_the_buffers_of_the_first() -> None:
+    """Runs of 2 and of 8 samples in turn would come to the ring's end in the middle of a batch."""
+    model = Queue()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    found = profile(model, torch.randn(8, 8), loss_fn=nn.MSELoss(), example_target=torch.randn(8, 16))
+    assert len(found.microbatch_sizes) > 1 and all(layer.costs for layer in found.layers)
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, before[name])
