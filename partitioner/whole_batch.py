@@ -83,14 +83,47 @@ def compare(
         return Comparison(whole, made, count, "sum", False)
     if close([[float(part.samples) for part in parts] for parts in splits], False):
         return Comparison(whole, made, count, "samples", False)
-    nearest, least = None, tolerance  # labels other than 0 may be nearly as many as a mask's
+    fitting: list[tuple[float, Counted]] = []
     for what in _candidates(batch):
-        rule = [[loss.counted(what, part) for part in parts] for parts in splits]
-        if all(sum(one) > 0 and min(one) >= 0 for one in rule):
-            error = missed(rule, False)
-            if error < least or (nearest is None and error <= least):
-                nearest, least = what, error
+        rule = _counted(loss, what, splits)
+        if rule is not None and (error := missed(rule, False)) <= tolerance:
+            fitting.append((error, what))
+    fitting.sort(key=lambda one: one[0])  # labels other than 0 may be nearly as many as a mask's
+    nearest = _confirmed([what for _, what in fitting], model, batch, cutter, count, loss, whole) if fitting else None
     return Comparison(whole, made, count, nearest, False)
+
+
+def _counted(loss: Loss, what: Counted, splits: Sequence[Sequence[MicroBatch]]) -> list[list[float]] | None:
+    """How much of it each part of each split holds; None where no mean can be over that."""
+    numbers = [[loss.counted(what, part) for part in parts] for parts in splits]
+    return numbers if all(sum(one) > 0 and min(one) >= 0 for one in numbers) else None
+
+
+def _confirmed(
+    fitting: Sequence[Counted],
+    model: nn.Module,
+    batch: MicroBatch,
+    cutter: Cutter,
+    count: int,
+    loss: Loss,
+    whole: float,
+) -> Counted | None:
+    """The first that fits a split into three too: of many tensors one may fit two parts by chance."""
+    if count == _ONE_MORE or batch.samples < _ONE_MORE:
+        return fitting[0]
+    parts = cutter.cut(batch.args, batch.kwargs, batch.target, _ONE_MORE)
+    values = _values(model, [parts], loss, _value)
+    if values is None:
+        return None
+    for what in fitting:
+        rule = _counted(loss, what, [parts])
+        if rule is not None and _missed(values[0], rule[0], False, whole, 0.0) <= _tolerance(model):
+            return what
+    return None
+
+
+_ONE_MORE = 3
+"""Parts of a split beside that of the plan and that in two."""
 
 
 def compare_uneven(
@@ -101,23 +134,21 @@ def compare_uneven(
     None where the loss's own rule tells how its parts add up then too, or it cannot be tried.
     """
     count = min(count, batch.samples)
-    labels = loss.labels(batch)
     if count < 2 or loss.rule() is not None:
+        return None
+    labels, ignorable = loss.labels(batch), _ignorable(model, batch, cutter, count, loss)
+    if not any(label.dim() > 1 for label in ignorable):
         return None
     if len(labels) < 2:
         first = cutter.cut(batch.args, batch.kwargs, batch.target, count)[0]
-        numbers = (
-            _values(model, [[first]], loss, functools.partial(_terms, model))
-            if any(label.dim() > 1 for label in labels.values())
-            else None
-        )
+        numbers = _values(model, [[first]], loss, functools.partial(_terms, model))
         if numbers is None or len(numbers[0][0]) <= 2:
             return None
 
     def left_out(kind: int, k: int) -> float:
         return 0.5 if k == 0 else 0.0
 
-    uneven = _thinned(batch, loss, cutter, count, left_out, least_dim=2)
+    uneven = _thinned(batch, ignorable, loss.ignored, cutter, count, left_out, least_dim=2)
     try:
         parts = cutter.cut(uneven.args, uneven.kwargs, uneven.target, count)
         loss.weights(parts, [as_given(part, inputs) for part in parts])
@@ -145,12 +176,16 @@ def compare_terms(
     count = min(count, batch.samples)
     if count < 2:
         return ()
-    num_kinds = len(loss.labels(batch))
+    ignorable = _ignorable(model, batch, cutter, count, loss)
+    num_kinds = len(ignorable)
 
     def left_out(kind: int, k: int) -> float:
         return (kind + k) % (num_kinds + 1) / (num_kinds + 2)
 
-    uneven = [_thinned(batch, loss, cutter, count, left_out, least) for least in (1, 2)] if num_kinds else []
+    def thinned(least_dim: int) -> MicroBatch:
+        return _thinned(batch, ignorable, loss.ignored, cutter, count, left_out, least_dim)
+
+    uneven = [thinned(1), thinned(2)] if ignorable else []
     terms = functools.partial(_terms, forward or model)
     fitting = _rules_of_terms(model, batch, cutter, count, loss, terms)
     if fitting is None or len(fitting) < 2:
@@ -167,7 +202,8 @@ def _rules_of_terms(
     model: nn.Module, batch: MicroBatch, cutter: Cutter, count: int, loss: Loss, terms: Callable[..., list[float]]
 ) -> list[list[Literal["sum", "samples"] | Counted]] | None:
     """For each term the rules that fit, the likeliest first; None where the terms cannot be told."""
-    splits = [cutter.cut(batch.args, batch.kwargs, batch.target, number) for number in sorted({count, 2}, reverse=True)]
+    sizes = sorted({count, 2, min(_ONE_MORE, batch.samples)}, reverse=True)
+    splits = [cutter.cut(batch.args, batch.kwargs, batch.target, number) for number in sizes]
     values = _values(model, [[batch], *splits], loss, terms)
     if values is None or len({len(part) for parts in values for part in parts}) != 1:
         return None
@@ -216,19 +252,67 @@ def _counts_labels(how: Counted, batch: MicroBatch, loss: Loss) -> bool:
     return how.other_than == loss.ignored and any(tensor is label for label in loss.labels(batch).values())
 
 
+def _ignorable(model: nn.Module, batch: MicroBatch, cutter: Cutter, count: int, loss: Loss) -> list[torch.Tensor]:
+    """Labels of the batch of which the loss leaves out those that are to be ignored.
+
+    Some of them are in the batch; or one of torch's own losses, which says what it ignores, is given them, all or
+    without the first of each sequence. To other functions that value may be an index like any other.
+    """
+    labels = loss.labels(batch)
+    first = cutter.cut(batch.args, batch.kwargs, batch.target, count)[0]
+    given: list[torch.Tensor] = []
+
+    def value_of(model: nn.Module, loss: Loss, args: Any, kwargs: Any, target: Any) -> float:
+        with torch.enable_grad():
+            value = loss.of(model(*args, **kwargs), target)
+        given.extend(_targets(value, loss.ignored))
+        return float(value.detach())
+
+    def valid(label: torch.Tensor) -> torch.Tensor:
+        return label[label != loss.ignored].sort().values
+
+    of_first = loss.labels(first)
+    known = {name for name, label in labels.items() if bool((label == loss.ignored).any())}
+    if len(known) < len(labels) and _values(model, [[first]], loss, value_of) is not None:
+        for name in of_first.keys() - known:
+            label = of_first[name]
+            ways = [valid(label), valid(label[..., 1:])] if label.dim() else []
+            if any(torch.equal(valid(target).to(way), way) for target in given for way in ways if way.numel()):
+                known.add(name)
+    return [label for name, label in labels.items() if name in known]
+
+
+def _targets(loss: torch.Tensor, ignored: int) -> list[torch.Tensor]:
+    """The targets of torch's losses over classes in a loss's graph, where they leave out this value."""
+    found, seen, left = [], set[Any](), [loss.grad_fn]
+    while left:
+        node: Any = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        left += [following for following, _ in node.next_functions]
+        if node.name() in _LOSSES_OVER_CLASSES and (node._saved_ignore_index - ignored) % 2**64 == 0:  # unsigned
+            found.append(node._saved_target)
+    return found
+
+
+_LOSSES_OVER_CLASSES = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
+"""Nodes of autograd, of which cross-entropy is made too."""
+
+
 def _thinned(
     batch: MicroBatch,
-    loss: Loss,
+    labels: Sequence[torch.Tensor],
+    ignored: int,
     cutter: Cutter,
     count: int,
     left_out: Callable[[int, int], float],
     least_dim: int,
 ) -> MicroBatch:
-    """The batch with a part `left_out(kind, k)` of each sort of labels ignored in micro-batch k, from their ends.
+    """The batch with a part `left_out(kind, k)` of each kind of `labels` ignored in micro-batch k, from their ends.
 
     Labels with fewer than `least_dim` dimensions stay: of those with one, whole samples would be left out.
     """
-    labels = list(loss.labels(batch).values())
     spans = [part.samples for part in cutter.cut(batch.args, batch.kwargs, batch.target, count)]
 
     def thinned(tensor: torch.Tensor) -> torch.Tensor:
@@ -239,7 +323,7 @@ def _thinned(
         for k, samples in enumerate(spans):
             mine = fewer.narrow(cutter.batch_dim, start, samples)
             number = math.ceil(left_out(kinds[0], k) * mine.shape[-1])
-            mine[..., mine.shape[-1] - number :] = loss.ignored
+            mine[..., mine.shape[-1] - number :] = ignored
             start += samples
         return fewer
 

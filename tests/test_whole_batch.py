@@ -298,3 +298,44 @@ def test_a_term_beside_one_over_valid_labels_is_found_though_the_example_has_no_
         warnings.simplefilter("error")
         rule = planned(case, profile, regression_beside_words, target).training.loss_rule
     assert rule is not None and rule.terms == (Counted(argument="target", other_than=-100), "samples")
+
+
+def recognition(output: Any, target: Any) -> torch.Tensor:
+    """Connectionist temporal classification: -100 would be a letter like any other."""
+    texts, lengths = target
+    steps = output[None].expand(9, -1, -1).log_softmax(2)
+    return F.ctc_loss(steps, texts, torch.full_like(lengths, 9), lengths)
+
+
+def test_labels_that_a_loss_does_not_ignore_are_never_ignored_on_trial(
+    case: Case, profile: pt.Profile, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is an exact mean over samples, and given other labels than its own it would read beside its tables."""
+    target = torch.arange(SAMPLES * 3).reshape(SAMPLES, 3) % 5 + 1, torch.arange(SAMPLES) % 3 + 1
+
+    def watched(output: Any, target: Any) -> torch.Tensor:
+        print(int(target[0].min()))  # what it appended to a list would be taken back after the trial
+        return recognition(output, target)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert planned(case, profile, watched, target).training.loss_rule is None
+    assert min(map(int, capsys.readouterr().out.split())) == 1
+
+
+def test_a_tensor_that_fits_two_parts_by_chance_is_no_rule(case: Case) -> None:
+    """Its sums over the halves are what a root of a mean would need, over thirds they are not."""
+
+    def root(output: Any, target: Any) -> torch.Tensor:
+        return output.square().mean().sqrt()
+
+    def values(number: int) -> list[float]:
+        parts = Cutter().cut((case.inputs,), {}, None, number)
+        return [float(root(case.model(*part.args), None).detach()) for part in parts]
+
+    [whole], [first, second] = values(1), values(2)
+    share = (whole - second) / (first - second)
+    weights = torch.tensor([share, 1 - share], dtype=torch.float64).repeat_interleave(SAMPLES // 2)
+    batch = MicroBatch((case.inputs,), {}, weights, SAMPLES)
+    found = compare(case.model, batch, case.inputs, Cutter(), 2, Loss(case.model, root, None))
+    assert found is not None and found.num_parts == 2 and not found.holds and found.how is None

@@ -51,10 +51,10 @@ class Reduction:
         with torch.no_grad():
             for stages in sorted(self._mesh.owners):
                 held = [*self._parameters.get(stages, ()), *buffers.get(stages, ())]
-                for bucket in _buckets(held):
+                for bucket in _buckets(_dense(held)):
                     self._copy(bucket, self._mesh.ranks_of(stages)[0], self._mesh.owners[stages])
             if self._mesh.control is not None:
-                for bucket in _buckets(everywhere):
+                for bucket in _buckets(_dense(everywhere)):
                     self._copy(bucket, 0, self._mesh.control)
 
     def begin(self, num_microbatches: int) -> None:
@@ -172,7 +172,7 @@ class Reduction:
     def from_first_replica(self, tensors: Sequence[Any]) -> None:
         """Give all replicas of this stage the values that the first one has."""
         with torch.no_grad():
-            for bucket in _buckets(tensors):
+            for bucket in _buckets(_dense(tensors)):
                 self._copy(bucket, self._mesh.rank_of(self._mesh.stage, 0), self._group_of_replicas)
 
     def _copy(self, tensors: list[Any], source: int, group: dist.ProcessGroup) -> None:
@@ -308,6 +308,21 @@ def _checksum(parameter: torch.Tensor) -> torch.Tensor:
 
 
 _INTEGERS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
+
+
+def _dense(tensors: Sequence[Any]) -> list[Any]:
+    """The tensors, and of sparse ones those that they are made of."""
+    found = []
+    for tensor in tensors:
+        if tensor.layout == torch.sparse_coo:
+            found += [tensor._indices(), tensor._values()]
+        elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+            found += [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+        elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+            found += [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+        else:
+            found.append(tensor)
+    return found
 
 
 def _buckets(tensors: Sequence[Any], limit: int = BUCKET_BYTES) -> Iterator[list[Any]]:
