@@ -125,6 +125,26 @@ def test_three_steps_are_those_of_one_device(ranks: RankPool, pp: int, dp: int, 
     assert_same(ranks, plan, case.model, batches, case.loss_fn)
 
 
+class OnGraph(nn.Module):
+    """Features are mixed along the edges of a graph, which is a sparse buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.register_buffer("edges", (torch.eye(6).roll(1, 0) + 0.5 * torch.eye(6)).to_sparse())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.sparse.mm(self.edges, torch.tanh(self.a(x)).T).T
+        return torch.sparse.mm(self.edges, self.b(x).T).T
+
+
+@pytest.mark.parametrize(("pp", "dp"), [(2, 1), (1, 2)])
+def test_buffers_may_be_sparse(ranks: RankPool, pp: int, dp: int) -> None:
+    batches = [(torch.randn(8, 6), torch.randn(8, 6)) for _ in range(2)]
+    case = Case(OnGraph(), batches[0][0], target=batches[0][1], loss_fn=nn.MSELoss())
+    assert_same(ranks, plan_for(case, pp=pp, dp=dp, microbatches=2), case.model, batches, case.loss_fn)
+
+
 def order_on_ranks(plan: Plan, model: nn.Module, batch: tuple[Any, Any], loss_fn: Any) -> list[tuple[int, str, int]]:
     """On a rank: train once; what it ran, in order."""
     with materialize(plan, model, loss_fn=loss_fn) as stage:

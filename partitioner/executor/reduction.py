@@ -14,6 +14,7 @@ Parameters that stages share are summed after the last backward, whatever the le
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -311,18 +312,9 @@ _INTEGERS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uin
 
 
 def _dense(tensors: Sequence[Any]) -> list[Any]:
-    """The tensors, and of sparse ones those that they are made of."""
-    found = []
-    for tensor in tensors:
-        if tensor.layout == torch.sparse_coo:
-            found += [tensor._indices(), tensor._values()]
-        elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-            found += [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-        elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-            found += [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-        else:
-            found.append(tensor)
-    return found
+    """The tensors, and in place of sparse ones their indices and values."""
+    parts = ([one._indices(), one._values()] if one.layout == torch.sparse_coo else [one] for one in tensors)
+    return list(itertools.chain.from_iterable(parts))
 
 
 def _buckets(tensors: Sequence[Any], limit: int = BUCKET_BYTES) -> Iterator[list[Any]]:
