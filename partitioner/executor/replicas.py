@@ -32,7 +32,8 @@ class Replicas:
         newer = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
         settings["forward_sync_buffers" if newer else "broadcast_buffers"] = False
         sparse = [name for name, buffer in self._inner.named_buffers() if buffer.layout != torch.strided]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self._inner, sparse)  # it cannot send them
+        ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+        ignore(self._inner, sparse)  # it cannot send them
         self._outer = DistributedDataParallel(self._inner, **settings)
 
     def forward(self, microbatch: MicroBatch, share: Weight, is_last: bool) -> tuple[torch.Tensor, torch.Tensor, Any]:
