@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -40,7 +41,7 @@ from partitioner.solver.writing import AT_FIRST
 from partitioner.specs import Cluster, Device, LossRule, Training, optimizer_state_bytes, parse_bytes
 from partitioner.structures import map_tensors
 from partitioner.tracing import unwrap
-from partitioner.trial import explained
+from partitioner.trial import OnlyWholeError, explained
 from partitioner.whole_batch import batch_norms, compare, compare_terms, compare_uneven
 from partitioner.world import as_only_rank
 
@@ -160,7 +161,8 @@ def partition(
         )
         with shown(progress) as tell, _beside(doubt):
             if profile is None:
-                measured = measure(
+                measuring = partial(
+                    measure,
                     model,
                     inputs,
                     device=device,
@@ -174,6 +176,14 @@ def partition(
                     seed=seed,
                     progress=portion(tell, 0.0, 0.75),
                 )
+                try:
+                    measured = measuring()
+                except (OnlyWholeError, NotBuiltError) as error:
+                    if not (size == samples and training.stays_whole):
+                        raise
+                    measured = measuring(microbatch_sizes=[samples])
+                    lines = str(error.__cause__ or error).splitlines() or [""]
+                    notes.append(f"measured with the whole batch alone, as a part of it does not run: {lines[0][:200]}")
             else:
                 measured = profile if isinstance(profile, Profile) else Profile.load(profile)
                 _check_fits(model, measured)

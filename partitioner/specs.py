@@ -480,6 +480,11 @@ class Training(Given):
         return {name: stage for name, stage in self.pin.items() if isinstance(stage, int)}
 
     @property
+    def stays_whole(self) -> bool:
+        """Whether no batch is cut, whatever is chosen: one micro-batch, and one replica."""
+        return self.microbatches == 1 and self.mesh != "auto" and self.mesh.get("dp", 1) == 1
+
+    @property
     def one_shard(self) -> Shard:
         """The level of every stage; none where each has its own."""
         return "none" if self.shard == "auto" else self.shard

@@ -26,6 +26,11 @@ from partitioner.restore import untouched
 from partitioner.structures import described, map_tensors
 from partitioner.written import parameters_kept
 
+
+class OnlyWholeError(ArgumentError):
+    """The plain model runs the whole batch, and fails on a micro-batch of it."""
+
+
 INPUTS = "example_inputs is a tensor (the only argument), a tuple (arguments in order) or a dict (keywords)"
 
 
@@ -59,7 +64,9 @@ def _fault(
         if batch.samples < whole:
             cut = (
                 f"; the whole batch runs, micro-batches do not: batch_dim={batch_dim} counts {whole} samples, of which "
-                f"this one has {batch.samples}. Say along which dimension the samples lie"
+                f"this one has {batch.samples}. Say along which dimension the samples lie (batch_dim=), or, where the "
+                "batch is no number of samples side by side (one graph, a state between batches), leave it whole: "
+                "microbatches=1 with mesh={'pp': ..., 'dp': 1}"
             )
         output, told = _forward(model, args, kwargs, cut)
         if told is not None or output is None:
@@ -73,6 +80,7 @@ def _fault(
                 f"loss_fn raised {_shown_error(error)}; the model gave {described(output)}, the target is "
                 f"{described(target)}{cut or ': change example_target or loss_fn'}",
                 error,
+                OnlyWholeError if cut else ArgumentError,
             )
     return None
 
@@ -115,14 +123,15 @@ def _forward(
     except Exception as error:
         if isinstance(error, NotImplementedError) or "meta" in str(error).lower() or "item()" in str(error):
             return None, None  # it needs values, and on meta there are none: no fault of the inputs
+        kind = OnlyWholeError if cut else ArgumentError
         module, got = running[-1] if running else (model, (*args, *kwargs.values()))
         raised = f"raised {_shown_error(error)}"
         called = f"{type(model).__name__} was called with ({given}){cut or ': change example_inputs, or the model'}"
         if module is model:
-            return None, _with_cause(f"the model's forward {raised}; {called}", error)
+            return None, _with_cause(f"the model's forward {raised}; {called}", error, kind)
         layer = f"layer {names[id(module)]}, {_shown_layer(module)}"
         values = ", ".join(described(value) for value in got)
-        return None, _with_cause(f"{layer}, was given {values} and {raised}; {called}", error)
+        return None, _with_cause(f"{layer}, was given {values} and {raised}; {called}", error, kind)
     finally:
         for hook in hooks:
             hook.remove()
@@ -133,8 +142,8 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
-def _with_cause(text: str, error: Exception) -> ArgumentError:
-    told = ArgumentError(text)
+def _with_cause(text: str, error: Exception, kind: type[ArgumentError] = ArgumentError) -> ArgumentError:
+    told = kind(text)
     told.__cause__ = error
     return told
 

@@ -76,3 +76,52 @@ def test_replicas_begin_each_step_with_the_same_buffers(ranks: RankPool, pp: int
                     assert torch.equal(value, theirs[name]), (step, name)
         moved = [name for name in one[0] if name != "cache" and not torch.equal(one[1][name], one[-1][name])]
         assert any(name.endswith("silent") for name in moved) and any(name.endswith("assigned") for name in moved)
+
+
+class Convolution(nn.Module):
+    """Of a graph."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.register_buffer("edges", torch.rand(4, 4).relu().sub(0.5).relu().to_sparse())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        nodes = self.linear(x).transpose(0, 1)
+        return torch.sparse.mm(self.edges, nodes.flatten(1)).view_as(nodes).transpose(0, 1)
+
+
+class Convolutions(nn.Module):
+    """A sparse buffer in each of two layers, and one of the model itself, which no layer uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Convolution(3), Convolution(3)
+        self.register_buffer("edges", torch.rand(4, 4).sub(0.5).relu().to_sparse())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x)).transpose(0, 1)
+        hidden = torch.sparse.mm(self.edges, hidden.flatten(1)).view_as(hidden).transpose(0, 1)
+        return self.second(hidden)
+
+
+def sparse_on_ranks(plan: Plan, case: Case) -> tuple[float, dict[str, torch.Tensor] | None]:
+    with materialize(plan, case.model, loss_fn=case.loss_fn) as stage:
+        parts = [one.chunk(stage.dp_size)[stage.dp_rank] for one in (*case.inputs, case.target)]
+        loss = float(stage.train_step(parts[0], parts[1]))
+        whole = stage.full_state_dict()
+    return loss, whole and {name: one.to_dense() for name, one in whole.items() if name.endswith("edges")}
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_the_whole_state_has_sparse_buffers(ranks: RankPool, pp: int) -> None:
+    torch.manual_seed(0)
+    case = Case(Convolutions(), (torch.randn(8, 4, 3),), target=torch.randn(8, 4, 3), loss_fn=nn.MSELoss())
+    plan = plan_for(case, pp=pp, dp=2 // pp)
+    (loss, whole), (other, nothing) = ranks.run(2, sparse_on_ranks, plan, case)
+    expected = nn.functional.mse_loss(case.model(*case.inputs), case.target).item()
+    assert nothing is None and whole is not None
+    if pp == 1:
+        assert loss == other == pytest.approx(expected)
+    for name, buffer in case.model.named_buffers():
+        torch.testing.assert_close(whole[name], buffer.to_dense())

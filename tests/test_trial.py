@@ -48,6 +48,30 @@ def test_wrong_inputs_are_told_by_layer(call: str, inputs: Any, more: dict[str, 
     assert isinstance(caught.value.__cause__, (RuntimeError, TypeError))
 
 
+class OneGraph(nn.Module):
+    """Every row of its input is a node of one graph, whose edges are a buffer."""
+
+    def __init__(self, num_nodes: int = 32) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.register_buffer("edges", torch.eye(num_nodes).to_sparse())
+
+    def forward(self, nodes: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            nodes = torch.relu(torch.sparse.mm(self.edges, layer(nodes)))
+        return nodes
+
+
+def test_a_batch_that_only_runs_whole_is_planned_whole_where_that_is_asked() -> None:
+    model, nodes = OneGraph(), torch.randn(32, 8)
+    given: Any = {"gpus": 2, "loss_fn": nn.functional.mse_loss, "example_target": torch.zeros(32, 8)}
+    with pytest.raises(ArgumentError, match=r"leave it whole: microbatches=1 with mesh=\{'pp': \.\.\., 'dp': 1\}"):
+        pt.partition(model, nodes, **given)
+    plan = pt.partition(model, nodes, microbatches=1, mesh={"pp": 2, "dp": 1}, **given)
+    assert (plan.num_stages, plan.num_microbatches, plan.profile.microbatch_sizes) == (2, 1, (32,))
+    assert any("whole batch alone" in why and "size 32, got" in why for why in plan.why)
+
+
 def test_estimates_and_capacity_tell_it_too() -> None:
     with torch.device("meta"):
         model = chain()

@@ -221,11 +221,14 @@ def full_state_dict(mesh: Mesh, placement: Placement) -> dict[str, Any] | None:
     Tensors come one at a time from the first replica; every rank must call it.
     """
     state = placement.model.state_dict()
-    others = mesh.gather({key: value for key, value in state.items() if not isinstance(value, torch.Tensor)})
+    sources = {key: mesh.rank_of(placement.stage_of_key(key), 0) for key in state}
+    others = mesh.gather(
+        {key: _in_one(state[key]) for key in state if _goes_in_one(state[key], sources[key] == mesh.rank)}
+    )
     whole: dict[str, Any] = {}
     for key, value in state.items():
-        source = mesh.rank_of(placement.stage_of_key(key), 0)
-        if not isinstance(value, torch.Tensor):
+        source = sources[key]
+        if key in others[source]:
             whole[key] = others[source][key]
         elif mesh.rank == source == 0:
             whole[key] = value.detach().cpu().clone()
@@ -237,6 +240,15 @@ def full_state_dict(mesh: Mesh, placement: Placement) -> dict[str, Any] | None:
                 dist.recv(flat.view(torch.uint8), source, group=mesh.control)
             whole[key] = flat.view(value.shape)
     return whole if mesh.rank == 0 else None
+
+
+def _goes_in_one(value: Any, is_source: bool) -> bool:
+    """What is no tensor, or a sparse one on the rank that speaks for it."""
+    return not isinstance(value, torch.Tensor) or (is_source and value.layout != torch.strided)
+
+
+def _in_one(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
 
 def _built(factory: Callable[[], nn.Module]) -> nn.Module:
