@@ -66,6 +66,11 @@ LOSSES: dict[str, tuple[Callable[..., Any], Any, Any]] = {
         lambda: (torch.ones(SAMPLES, WIDTH), uneven_mask() * torch.linspace(0.5, 2, WIDTH)),
         Counted(argument="target", tensor=1),
     ),
+    "what is not 0 in measurements": (
+        lambda output, target: ((output - target).abs() * (target != 0)).sum() / (target != 0).sum(),
+        lambda: torch.where(uneven_mask(), torch.linspace(-2, 2, WIDTH), 0.0),
+        Counted(argument="target", other_than=0),
+    ),
     "a sum": (lambda output, target: ((output - target) ** 2).sum(), lambda: torch.ones(SAMPLES, WIDTH), "sum"),
     "padding of 0": (
         lambda output, target: per_position(output, target, ignore_index=0),
@@ -323,19 +328,52 @@ def test_labels_that_a_loss_does_not_ignore_are_never_ignored_on_trial(
     assert min(map(int, capsys.readouterr().out.split())) == 1
 
 
-def test_a_tensor_that_fits_two_parts_by_chance_is_no_rule(case: Case) -> None:
+def as_given() -> nn.Module:
+    """A model whose output is its input."""
+    model = nn.Linear(WIDTH, WIDTH, bias=False)
+    nn.init.eye_(model.weight)
+    return model
+
+
+def test_a_tensor_that_fits_two_parts_by_chance_is_no_rule() -> None:
     """Its sums over the halves are what a root of a mean would need, over thirds they are not."""
+    x = torch.linspace(1, 3, SAMPLES)[:, None].expand(SAMPLES, WIDTH)
 
     def root(output: Any, target: Any) -> torch.Tensor:
         return output.square().mean().sqrt()
 
-    def values(number: int) -> list[float]:
-        parts = Cutter().cut((case.inputs,), {}, None, number)
-        return [float(root(case.model(*part.args), None).detach()) for part in parts]
-
-    [whole], [first, second] = values(1), values(2)
+    whole, first, second = (float(root(part, None)) for part in (x, x[: SAMPLES // 2], x[SAMPLES // 2 :]))
     share = (whole - second) / (first - second)
     weights = torch.tensor([share, 1 - share], dtype=torch.float64).repeat_interleave(SAMPLES // 2)
-    batch = MicroBatch((case.inputs,), {}, weights, SAMPLES)
-    found = compare(case.model, batch, case.inputs, Cutter(), 2, Loss(case.model, root, None))
+    batch = MicroBatch((x,), {}, weights, SAMPLES)
+    found = compare(as_given(), batch, x, Cutter(), 2, Loss(nn.Identity(), root, None))
     assert found is not None and found.num_parts == 2 and not found.holds and found.how is None
+
+
+def test_a_difference_of_some_hundred_thousandths_is_told() -> None:
+    """Masks that nearly have as many entries in each part: of a later batch they will not."""
+    x = torch.linspace(1, 3, SAMPLES)[:, None].expand(SAMPLES, WIDTH)
+    mask = torch.ones(SAMPLES, 4000)
+    mask[0, :3] = 0
+    batch = MicroBatch((x,), {}, (torch.zeros(SAMPLES, 4000), mask), SAMPLES)
+
+    def masked(output: Any, target: Any) -> torch.Tensor:
+        return masked_mean(output.sum(1, keepdim=True), target)
+
+    found = compare(as_given(), batch, x, Cutter(), 4, Loss(nn.Identity(), masked, None))
+    assert found is not None and not found.holds and abs(found.parts / found.whole - 1) < 1e-4
+    assert found.how == Counted(argument="target", tensor=1)
+
+
+def test_targets_that_are_lists_of_samples_are_compared(case: Case) -> None:
+    """Parts have fewer tensors than the batch: none of those that they lack is what the loss is a mean over."""
+    target = [{"boxes": torch.rand(k % 5 + 1, WIDTH), "classes": torch.arange(k % 5 + 1)} for k in range(SAMPLES)]
+
+    def matched(output: Any, target: Any) -> torch.Tensor:
+        boxes = sum(len(one["boxes"]) for one in target)
+        near = [(one["boxes"] - row).abs().sum() for row, one in zip(output, target, strict=True)]
+        return torch.stack(near).sum() / boxes
+
+    batch = batch_of(target)
+    found = compare(case.model, batch, batch.args[0], Cutter(), 4, Loss(case.model, matched, "samples"))
+    assert found is not None and not found.holds and found.how is None
