@@ -26,6 +26,11 @@ def test_the_self_check_notices_broken_slicing_and_passes_it_whole(mutation: obj
     assert self_check(mutation, broken=True)
 
 
+@pytest.mark.parametrize("mutation", [one for one in MUTATIONS if one.on_ranks], ids=lambda one: one.name)
+def test_the_comparison_on_ranks_notices_broken_steps(ranks: RankPool, mutation: object) -> None:
+    assert on_ranks(ranks, mutation, broken=True).startswith("gradient")
+
+
 def test_the_comparison_on_ranks_passes_what_is_whole(ranks: RankPool) -> None:
     mutation = next(one for one in MUTATIONS if one.on_ranks)
     assert not on_ranks(ranks, mutation, broken=False)

@@ -29,6 +29,7 @@ from side_by_side import possible_cuts, quiet, split
 
 from partitioner import slicing, verification, walking
 from partitioner.capture import Capture, capture
+from partitioner.errors import PartitionerError
 from partitioner.executor import pipeline, reduction, stage
 from partitioner.losses import Loss
 from partitioner.microbatches import Cutter
@@ -191,8 +192,10 @@ def _previous_payload(receive: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _last_microbatch_forgotten(backward: Callable[..., None]) -> Callable[..., None]:
-    def broken(self: Any, step: int, k: int, count: int, share: float) -> None:
-        backward(self, step, k, count, 0.0 if k + 1 == count else share)
+    def broken(self: Any, step: int, k: int, count: int) -> None:
+        if k + 1 == count and k in self._roots:
+            self._roots[k] = self._roots[k] * 0
+        backward(self, step, k, count)
 
     return broken
 
@@ -290,8 +293,11 @@ def self_check(mutation: Mutation, *, broken: bool) -> str:
                 Loss(case.model, case.loss_fn, None),
                 second=parts[-1],
             )
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
+        except PartitionerError as error:
+            said = f"{type(error).__name__}: {error}"
+            if "<locals>.broken()" in said:  # called with other arguments than it takes
+                raise AssertionError(f"what was to break it is broken itself: {said}") from error
+            return said
     return ""
 
 
@@ -305,14 +311,14 @@ def broken_rank(mutation: Mutation | None, *given: Any) -> Any:
 
 
 def on_ranks(pool: RankPool, mutation: Mutation, *, broken: bool) -> str:
-    """What a comparison of two ranks with one device says; empty where it is content."""
+    """What a comparison of two ranks with one device says; empty where it is content.
+
+    An error on a rank is none of that: it would hide that nothing was broken but the mutation.
+    """
     case = case_of(mutation.model)
     plan = next(plan for plan in plans(case, ({"pp": 2, "dp": 1},), [4]) if plan.schedule == "gpipe")
     given = (plan, case.model, case.inputs, case.target, case.loss_fn, None, 2, 0.01, 0)
-    try:
-        ranks = pool.run(2, broken_rank, mutation if broken else None, *given)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+    ranks = pool.run(2, broken_rank, mutation if broken else None, *given)
     with verification.as_it_was(case.model):
         loss = Loss(case.model, case.loss_fn, None)
         single = verification.on_one_device(plan, case.model, case.inputs, case.target, loss, Cutter(), 2, 0.01)
