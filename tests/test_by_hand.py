@@ -54,6 +54,20 @@ def in_a_function(model: nn.Module) -> list[str]:
     return found
 
 
+def of_squares(model: nn.Module) -> list[str]:
+    found = step()
+    math.sqrt(sum(float((p.grad**2).sum()) for p in model.parameters() if p.grad is not None))
+    return found
+
+
+def of_the_largest(model: nn.Module) -> list[str]:
+    found = step()
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.abs().max()
+    return found
+
+
 class Trainer:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -89,6 +103,8 @@ def in_an_inner_function(model: nn.Module) -> list[str]:
         (in_the_loop, "in_the_loop"),
         (in_a_comprehension, "in_a_comprehension"),
         (in_a_function, "norm_of_gradients"),
+        (of_squares, "of_squares"),
+        (of_the_largest, "of_the_largest"),
         (in_a_method, "is_finite"),
         (in_an_inner_function, "inner"),
     ],

@@ -23,6 +23,9 @@ from partitioner.running import functions_behind, is_installed, names_of
 
 _TAKEN = frozenset({"norm", "vector_norm", "isfinite", "isnan", "isinf", "dot"})
 """What becomes another value where some gradients are left out."""
+_REDUCED = frozenset({"sum", "mean", "max", "amax"})
+_SQUARED = frozenset({"pow", "square", "abs"})
+"""What a norm is put together from, besides the operator `**`."""
 _AGREED = frozenset({"all_reduce", "all_gather", "all_gather_object", "gather", "reduce"})
 """Who calls these knows that the others have the rest."""
 _LOADS = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME"})
@@ -125,13 +128,13 @@ def _own(functions: Iterable[FunctionType]) -> list[tuple[CodeType, dict[str, An
 def takes_gradients(code: CodeType) -> bool:
     """Whether a function seems to take a norm over gradients, or to look whether they are finite."""
     names = _named_in(code)
-    if names.isdisjoint(_TAKEN) or "grad" not in names or names & _AGREED:
+    if "grad" not in names or names & _AGREED or names.isdisjoint(_TAKEN | _REDUCED):
         return False
-    return any(
-        step.argval == "grad" and step.opname.startswith(("LOAD_ATTR", "LOAD_METHOD"))
-        for one in _inline(code)
-        for step in dis.get_instructions(one)
-    )
+    steps = [step for one in _inline(code) for step in dis.get_instructions(one)]
+    if not any(step.argval == "grad" and step.opname.startswith(("LOAD_ATTR", "LOAD_METHOD")) for step in steps):
+        return False
+    squares = bool(names & _SQUARED) or any(step.opname == "BINARY_OP" and "**" in step.argrepr for step in steps)
+    return bool(names & _TAKEN) or squares
 
 
 def reads_records(code: CodeType, keys: Collection[str]) -> bool:
