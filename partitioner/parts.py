@@ -140,12 +140,17 @@ class Part:
         if self.num_stages > 1 and (guarded or leaves_tensors):
             ids = [layer.id for layer in profile.layers]
             known = profile.attributes, profile.buffers
-            ways: dict[str, Any] = {
-                "passing": [vars(call.module) for call in self.calls],
-                "again": tracked - {name.partition("#")[0] for name in self.stage_of},
-            }
             self.shared = SharedState(
-                self.model, ids, *known, stage_of, stage, device, guarded=guarded, loss=loss, **ways
+                self.model,
+                ids,
+                *known,
+                stage_of,
+                stage,
+                device,
+                guarded=guarded,
+                loss=loss,
+                passing=[vars(call.module) for call in self.calls],
+                again=tracked - {name.partition("#")[0] for name in self.stage_of},
             )
         self._headers: dict[int, tuple[bytes, Any]] = {}
 

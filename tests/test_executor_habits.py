@@ -290,26 +290,30 @@ def test_a_scheduler_is_told_the_same_on_all_ranks_or_the_next_step_is_refused(r
     assert replicas == [pytest.approx(one, rel=1e-5)] * 2
 
 
-def rate_by_rank(stage: LiveStage, case: Case) -> list[str]:
+def told_in_four_steps(stage: LiveStage, case: Case, each: Callable[[torch.optim.Optimizer, int], object]) -> list[str]:
     optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for step in range(4):
             stage.train_step(case.args, case.target)
-            optimizer.param_groups[0]["lr"] = 0.1 - 0.01 * stage.rank * (step > 0)
-            optimizer.step(), optimizer.zero_grad()
+            each(optimizer, step)
     return [str(one.message) for one in told]
+
+
+def rate_by_rank(stage: LiveStage, case: Case) -> list[str]:
+    def each(optimizer: torch.optim.Optimizer, step: int) -> None:
+        optimizer.param_groups[0]["lr"] = 0.1 - 0.01 * stage.rank * (step > 0)
+        optimizer.step(), optimizer.zero_grad()
+
+    return told_in_four_steps(stage, case, each)
 
 
 def steps_by_rank(stage: LiveStage, case: Case) -> list[str]:
-    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        for step in range(4):
-            stage.train_step(case.args, case.target)
-            if step != 1 or stage.rank == 0:
-                optimizer.step(), optimizer.zero_grad()
-    return [str(one.message) for one in told]
+    def each(optimizer: torch.optim.Optimizer, step: int) -> None:
+        if step != 1 or stage.rank == 0:
+            optimizer.step(), optimizer.zero_grad()
+
+    return told_in_four_steps(stage, case, each)
 
 
 def rates_by_layer(stage: LiveStage, case: Case) -> list[str]:

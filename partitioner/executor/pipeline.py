@@ -201,8 +201,12 @@ class Pipeline:
         """The last stage's forward: its part of the loss, and the model's output."""
         received = self._receive_activations(Tag(kind, step, k), count)
         args, kwargs, target = self._on_device((microbatch.args, microbatch.kwargs, microbatch.target))
-        beside = self._recorder.span("F", k), self._randomness.of(kind, step, k), self._mesh.as_model()
-        with beside[0], beside[1], beside[2], self._loss.watching():
+        with (
+            self._recorder.span("F", k),
+            self._randomness.of(kind, step, k),
+            self._mesh.as_model(),
+            self._loss.watching(),
+        ):
             if self._replicas is not None and kind == "F":
                 here = MicroBatch(args, kwargs, target, microbatch.samples)
                 self._roots[k], part, output = self._replicas.forward(here, share, k == count - 1)

@@ -14,7 +14,6 @@ Parameters that stages share are summed after the last backward, whatever the le
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -314,7 +313,7 @@ _INTEGERS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uin
 def _dense(tensors: Sequence[Any]) -> list[Any]:
     """The tensors, and in place of sparse ones their indices and values."""
     parts = ([one._indices(), one._values()] if one.layout == torch.sparse_coo else [one] for one in tensors)
-    return list(itertools.chain.from_iterable(parts))
+    return [part for of_one in parts for part in of_one]
 
 
 def _buckets(tensors: Sequence[Any], limit: int = BUCKET_BYTES) -> Iterator[list[Any]]:
