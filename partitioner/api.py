@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from partitioner.arguments import check_arguments, full_mesh, num_devices
-from partitioner.capture import copied, fingerprint, written_weights
+from partitioner.capture import fingerprint, written_weights
 from partitioner.errors import (
     ArgumentError,
     InfeasibleError,
@@ -33,16 +33,14 @@ from partitioner.plan import Plan
 from partitioner.profiler import profile as measure
 from partitioner.profiles import Profile
 from partitioner.progress import Progress, portion, shown
-from partitioner.restore import untouched
-from partitioner.selfcheck import changed_by_forward, check_order, check_split, in_stages
+from partitioner.selfcheck import changed_by_forward, check_order, check_split
 from partitioner.shared import kept_apart
 from partitioner.solver import solve
-from partitioner.solver.writing import AT_FIRST
-from partitioner.specs import Cluster, Device, LossRule, Training, optimizer_state_bytes, parse_bytes
-from partitioner.structures import map_tensors
+from partitioner.specs import Cluster, Device, Training, optimizer_state_bytes, parse_bytes
 from partitioner.tracing import unwrap
 from partitioner.trial import OnlyWholeError, explained
-from partitioner.whole_batch import batch_norms, compare, compare_terms, compare_uneven
+from partitioner.weighing import weighted
+from partitioner.whole_batch import batch_norms
 from partitioner.world import as_only_rank
 
 WORTH_DIVIDING = 0.05
@@ -204,7 +202,7 @@ def partition(
                     plan = _checked(plan, model, whole, loss, seed, notes)
                     if objective == "train":
                         lost: list[str] = []
-                        plan = _weighted(plan, model, whole, inputs, loss, seed, notes, lost)
+                        plan = weighted(plan, model, whole, inputs, loss, seed, notes, lost)
                         warned.extend((text, LossWarning) for text in lost)
                         if plan.num_replicas > 1 and (text := _of_each_replica(plan, model, whole, loss, seed)):
                             notes.append(text)
@@ -312,123 +310,6 @@ def _checked(plan: Plan, model: nn.Module, batch: MicroBatch, loss: Loss, seed: 
             except PartitionerError:
                 raise error from None
     return plan
-
-
-def _weighted(
-    plan: Plan,
-    model: nn.Module,
-    batch: MicroBatch,
-    inputs: Any,
-    loss: Loss,
-    seed: int,
-    notes: list[str],
-    warned: list[str],
-) -> Plan:
-    """The plan with the rule by which its micro-batches' losses make that of the batch; warned where none does."""
-    rule, terms = loss.rule(), None
-    count = plan.num_microbatches * plan.num_replicas
-    at_first = [why for why in plan.why if why.startswith(AT_FIRST)]
-    cutter = Cutter(plan.training.batch_dim, whole=plan.training.whole)
-    with untouched(model, loss.keeps):
-        if count > 1 and at_first:
-            with torch.no_grad():
-                model(*map_tensors(batch.args, copied), **map_tensors(batch.kwargs, copied))
-        try:
-            found = compare(model, batch, inputs, cutter, count, loss) if count > 1 else None
-            uneven = None
-            if found is not None and found.holds and rule is None:
-                uneven = compare_uneven(model, batch, inputs, cutter, count, loss)
-            is_told = found is None or found.holds or found.how is not None
-            if rule is None and not (is_told and (uneven is None or uneven.holds or uneven.how is not None)):
-                terms = _in_terms(plan, model, batch, cutter, count, loss, seed, notes)
-        except ArgumentError:  # the example's labels already count differently
-            terms = _in_terms(plan, model, batch, cutter, count, loss, seed, notes)
-            if terms is None:
-                raise
-    if terms is not None:
-        rule = terms
-    elif found is not None and not found.holds:
-        parts = f"its {found.num_parts} micro-batches make {found.parts:.6g}"
-        numbers = f"the loss of the batch is {found.whole:.6g}, and {parts}"
-        if found.how is not None:
-            told = {"sum": "a sum over the batch", "samples": "a mean over samples"}.get(
-                str(found.how), f"a mean over {found.how}"
-            )
-            if rule is None:
-                rule = LossRule(loss=loss.name, how=found.how)
-                notes.append(f"{numbers} as a mean over samples or labels; it is {told}, and counted as that")
-            else:
-                warned.append(f"{numbers} under loss_weight; it is {told}, which is found without loss_weight")
-        else:
-            accepted = rule is not None and rule.how == "samples"
-            text = (
-                f"{numbers}: it compares samples with each other, is a mean over what is not in the batch, or is of an "
-                "argument that has as many rows as the batch has samples but holds something else. Say what a "
-                "micro-batch counts for (loss_weight=lambda inputs, target: ...), leave the batch whole "
-                "(microbatches=1, mesh={'dp': 1}), or take it as accumulated gradients do (loss_weight='samples')"
-            )
-            (notes if accepted else warned).append(f"{numbers}, as loss_weight='samples' asks" if accepted else text)
-        notes += warned
-    elif rule is None:
-        if uneven is not None and (uneven.holds or uneven.how is not None):
-            how = "samples" if uneven.how is None else uneven.how
-            rule = LossRule(loss=loss.name, how=how)
-            told = how if isinstance(how, str) else f"valid labels, {how}"
-            notes.append(
-                f"labels of several kinds may count differently in a micro-batch: the loss is a mean over {told}"
-            )
-        elif uneven is not None:
-            labels = loss.labels(batch)
-            refused = ", and train_step refuses the first such batch" if len(labels) > 1 else ""
-            text = (
-                f"the loss adds up terms that are no means over what is told by the batch, beside valid labels "
-                f"({', '.join(labels)}): of a batch whose micro-batches have different numbers of these no weights of "
-                f"each are exact (tried: {uneven.whole:.6g} at once, {uneven.parts:.6g} in {uneven.num_parts})"
-                f"{refused}. Take the mean over samples as accumulated gradients do (loss_weight='samples'), say "
-                "what a micro-batch counts for (loss_weight=lambda inputs, target: ...), return a loss that is a sum "
-                "(loss_weight='sum'), or leave the batch whole (microbatches=1, mesh={'dp': 1})"
-            )
-            warned.append(text)
-            notes.append(text)
-    warned += at_first if count > 1 else []
-    return plan.model_copy(update={"training": plan.training.model_copy(update={"loss_rule": rule})})
-
-
-def _in_terms(
-    plan: Plan,
-    model: nn.Module,
-    batch: MicroBatch,
-    cutter: Cutter,
-    count: int,
-    loss: Loss,
-    seed: int,
-    notes: list[str],
-) -> LossRule | None:
-    """The rule of a loss that adds up terms, each a mean over something of its own, which the plan's stages keep to."""
-    terms = compare_terms(model, batch, cutter, count, loss)
-    if not terms:
-        return None
-    rule = LossRule(loss=loss.name, how="terms", terms=terms)
-    names = {"sum": "a sum", "samples": "a mean over samples"}
-    told = "; ".join(names.get(str(how), f"a mean over {how}") for how in terms)
-    if plan.num_stages > 1:
-        forward = in_stages(model, plan.profile, plan.stage_of(), loss)
-        received = compare_terms(model, batch, cutter, count, loss, forward)
-        if received != terms:
-            rule = rule.model_copy(update={"received": received})
-        by_terms = Loss(model, loss.function, None, rule)
-        by_terms.beside = loss.beside
-        part = cutter.cut(batch.args, batch.kwargs, batch.target, count)[0]
-        try:
-            check_split(model, plan.profile, plan.stage_of(), part, by_terms, seed=seed)
-        except (ArgumentError, UnsupportedModelError) as error:
-            notes.append(f"the loss adds up {len(terms)} terms ({told}), which the last stage does not have: {error}")
-            return None
-    notes.append(
-        f"the loss adds up {len(terms)} terms, and each micro-batch's is weighted term by term, to make that of the "
-        f"batch: {told}"
-    )
-    return rule
 
 
 def _of_each_replica(plan: Plan, model: nn.Module, batch: MicroBatch, loss: Loss, seed: int) -> str:

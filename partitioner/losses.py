@@ -22,7 +22,7 @@ from torch import nn
 from partitioner.errors import ArgumentError
 from partitioner.microbatches import MicroBatch
 from partitioner.restore import kept_by
-from partitioner.specs import Counted, LossRule
+from partitioner.specs import Counted, LossRule, Weighing
 from partitioner.structures import tensors_in
 from partitioner.terms import Seen, Terms, taken_apart
 
@@ -62,7 +62,7 @@ class Loss:
         self._loss_weight: LossWeight | Counted | None = loss_weight
         self._terms: LossRule | None = None
         """Where the loss adds up terms."""
-        self._hows: tuple[Literal["sum", "samples"] | Counted, ...] = ()
+        self._hows: tuple[Weighing, ...] = ()
         """Their rules, each once; at last that of what has no gradient."""
         self._seen: Seen | None = None
         self._parameters = _parameter_names(model)
@@ -191,13 +191,7 @@ class Loss:
     def weights(self, microbatches: Sequence[MicroBatch], inputs: Sequence[Any]) -> Sequence[Weight]:
         """What each micro-batch counts for; `inputs` are the micro-batches in the form the caller's batch had."""
         if self._terms:
-            return [
-                tuple(
-                    self.counted(how, one) if isinstance(how, Counted) else 1.0 if how == "sum" else float(one.samples)
-                    for how in self._hows
-                )
-                for one in microbatches
-            ]
+            return [tuple(self.counted(how, one) for how in self._hows) for one in microbatches]
         if self.is_sum(microbatches[0].kwargs):
             return [1.0] * len(microbatches)
         if self._loss_weight == "samples":
@@ -246,8 +240,10 @@ class Loss:
             for weight in weights
         ]
 
-    def counted(self, what: Counted, microbatch: MicroBatch) -> float:
-        """What a micro-batch counts for, by a tensor of it."""
+    def counted(self, what: Weighing, microbatch: MicroBatch) -> float:
+        """What a micro-batch counts for by a rule."""
+        if not isinstance(what, Counted):
+            return 1.0 if what == "sum" else float(microbatch.samples)
         held: Any = microbatch.target
         if what.argument != "target":
             named = dict(zip(self._parameters, microbatch.args, strict=False)) | microbatch.kwargs

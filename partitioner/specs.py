@@ -420,6 +420,10 @@ class Counted(Given):
         )
 
 
+Weighing = Literal["sum", "samples"] | Counted
+"""What makes the losses of micro-batches that of the batch: added up, or a mean over samples or what is counted."""
+
+
 class LossRule(Given):
     """How the losses of micro-batches make that of the batch, for one loss."""
 
@@ -428,9 +432,9 @@ class LossRule(Given):
     how: Literal["sum", "samples", "given", "terms"] | Counted
     """Added up; a mean weighted by samples, or by what is counted; given: by a function of the user's, not saved;
     terms: it adds up several, each as `terms` says."""
-    terms: tuple[Literal["sum", "samples"] | Counted, ...] = ()
+    terms: tuple[Weighing, ...] = ()
     """In the order in which the graph of the whole model's loss holds them."""
-    received: tuple[Literal["sum", "samples"] | Counted, ...] = ()
+    received: tuple[Weighing, ...] = ()
     """As the last stage has them, where an earlier one has added some up; () where as `terms`."""
 
 

@@ -13,7 +13,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from partitioner.errors import ArgumentError
 from partitioner.losses import Loss
 from partitioner.microbatches import Cutter, MicroBatch, as_given
 from partitioner.restore import ModelState, random_states, set_random_states, untouched
-from partitioner.specs import Counted
+from partitioner.specs import Counted, Weighing
 from partitioner.structures import map_tensors, tensors_in
 from partitioner.trial import copy_of
 
@@ -42,7 +42,7 @@ class Comparison(NamedTuple):
     whole: float
     parts: float
     num_parts: int
-    how: Literal["sum", "samples"] | Counted | None
+    how: Weighing | None
     """With which rule the parts do make the whole: None where with that of the loss."""
     holds: bool
     """Whether they make it with the loss's own rule."""
@@ -68,34 +68,31 @@ def compare(
     weights = [
         cast(Sequence[float], loss.weights(parts, [as_given(part, inputs) for part in parts])) for parts in splits
     ]
-    own = "sum" if loss.is_sum(batch.kwargs) else None
+    is_sum = loss.is_sum(batch.kwargs)
     tolerance = _tolerance(model)
 
     def missed(rule: Sequence[Sequence[float]], added: bool) -> float:
         shares = [_missed(one, weight, added, whole, 0.0) for one, weight in zip(found, rule, strict=True)]
         return float(np.max(shares))  # NaN where one is
 
-    def close(rule: Sequence[Sequence[float]], added: bool) -> bool:
-        return missed(rule, added) <= tolerance
+    def missed_by(how: Weighing) -> float:
+        rule = _counted(loss, how, splits)
+        return math.nan if rule is None else missed(rule, how == "sum")
 
-    made = _made(found[0], weights[0], own == "sum")
-    if close(weights, own == "sum"):
+    made = _made(found[0], weights[0], is_sum)
+    if missed(weights, is_sum) <= tolerance:
         return Comparison(whole, made, count, None, True)
-    if close([[1.0] * len(parts) for parts in splits], True):
-        return Comparison(whole, made, count, "sum", False)
-    if close([[float(part.samples) for part in parts] for parts in splits], False):
-        return Comparison(whole, made, count, "samples", False)
-    fitting: list[tuple[float, Counted]] = []
-    for what in _candidates(batch):
-        rule = _counted(loss, what, splits)
-        if rule is not None and (error := missed(rule, False)) <= tolerance:
-            fitting.append((error, what))
+    simple: tuple[Weighing, ...] = ("sum", "samples")
+    for how in simple:
+        if missed_by(how) <= tolerance:
+            return Comparison(whole, made, count, how, False)
+    fitting = [(error, what) for what in _candidates(batch) if (error := missed_by(what)) <= tolerance]
     fitting.sort(key=lambda one: one[0])  # labels other than 0 may be nearly as many as a mask's
     nearest = _confirmed([what for _, what in fitting], model, batch, cutter, count, loss, whole) if fitting else None
     return Comparison(whole, made, count, nearest, False)
 
 
-def _counted(loss: Loss, what: Counted, splits: Sequence[Sequence[MicroBatch]]) -> list[list[float]] | None:
+def _counted(loss: Loss, what: Weighing, splits: Sequence[Sequence[MicroBatch]]) -> list[list[float]] | None:
     """How much of it each part of each split holds; None where no mean can be over that."""
     try:
         numbers = [[loss.counted(what, part) for part in parts] for parts in splits]
@@ -172,7 +169,7 @@ def compare_terms(
     count: int,
     loss: Loss,
     forward: Callable[..., Any] | None = None,
-) -> tuple[Literal["sum", "samples"] | Counted, ...]:
+) -> tuple[Weighing, ...]:
     """What each term of a loss that adds up several is: each makes up that of the batch with it. () where it is not so.
 
     The batch is tried as it is and with labels of each kind left out in other numbers in each micro-batch: two rules
@@ -205,7 +202,7 @@ def compare_terms(
 
 def _rules_of_terms(
     model: nn.Module, batch: MicroBatch, cutter: Cutter, count: int, loss: Loss, terms: Callable[..., list[float]]
-) -> list[list[Literal["sum", "samples"] | Counted]] | None:
+) -> list[list[Weighing]] | None:
     """For each term the rules that fit, the likeliest first; None where the terms cannot be told."""
     sizes = sorted({count, 2, min(_ONE_MORE, batch.samples)}, reverse=True)
     splits = [cutter.cut(batch.args, batch.kwargs, batch.target, number) for number in sizes]
@@ -222,8 +219,8 @@ def _rules_of_terms(
         return None
     counted = [how for how in _candidates(batch) if _counts_labels(how, batch, loss)]
     others = [how for how in _candidates(batch) if how not in counted]
-    likeliest: list[Literal["sum", "samples"] | Counted] = [*counted, "samples", "sum", *others]
-    weights = [(how, rule) for how in likeliest if (rule := _weights_by(loss, how, splits)) is not None]
+    likeliest: list[Weighing] = [*counted, "samples", "sum", *others]
+    weights = [(how, rule) for how in likeliest if (rule := _counted(loss, how, splits)) is not None]
     return [
         [
             how
@@ -235,15 +232,6 @@ def _rules_of_terms(
         ]
         for j in range(len(whole))
     ]
-
-
-def _weights_by(
-    loss: Loss, how: Literal["sum", "samples"] | Counted, splits: Sequence[Sequence[MicroBatch]]
-) -> list[list[float]] | None:
-    """What a rule says that each part of each split counts for."""
-    if isinstance(how, Counted):
-        return _counted(loss, how, splits)
-    return [[1.0 if how == "sum" else float(part.samples) for part in parts] for parts in splits]
 
 
 def _counts_labels(how: Counted, batch: MicroBatch, loss: Loss) -> bool:
