@@ -377,3 +377,10 @@ def test_targets_that_are_lists_of_samples_are_compared(case: Case) -> None:
     batch = batch_of(target)
     found = compare(case.model, batch, batch.args[0], Cutter(), 4, Loss(case.model, matched, "samples"))
     assert found is not None and not found.holds and found.how is None
+
+
+def test_a_weight_that_fails_is_told_and_not_replaced(case: Case, profile: pt.Profile) -> None:
+    """Though the loss adds up terms that could be weighted one by one."""
+    target = torch.arange(SAMPLES * WIDTH).reshape(SAMPLES, WIDTH) % 7, torch.arange(SAMPLES) % WIDTH
+    with pytest.raises(ArgumentError, match="-1"):
+        planned(case, profile, two_kinds, target, loss_weight=lambda inputs, target: -1.0)
