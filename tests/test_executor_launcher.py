@@ -311,18 +311,26 @@ def test_under_torchrun_the_script_trains_and_a_failure_ends_it(tmp_path: Path) 
 
 
 def test_a_wrong_number_of_torchrun_processes_ends_all_of_them_with_both_numbers(tmp_path: Path) -> None:
-    """Each process says it before it looks for the others, so nothing waits and nothing is left behind."""
+    """Each process says it before it looks for the others, so nothing waits and nothing is left behind.
+
+    torchrun ends the others as soon as one has failed, so none goes on before all three have planned.
+    """
     plan = plan_of(nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]), torch.zeros(8, 4))
     plan.save(tmp_path / "plan.json")
     script = tmp_path / "train.py"
     script.write_text(
-        "import sys\n"
+        "import os, pathlib, sys, time\n"
         "import torch\n"
         "import partitioner as pt\n"
         "try:\n"
         "    pt.partition(torch.nn.Linear(2, 2), torch.zeros(4, 2), gpus=2)\n"
         "except pt.PlanMismatchError as error:\n"
-        "    print(f'planned: {error}')\n"
+        "    print(f'planned: {error}', flush=True)\n"
+        "said = pathlib.Path(sys.argv[1]).parent\n"
+        "(said / f'{os.environ[\"RANK\"]}.said').touch()\n"
+        "end = time.monotonic() + 60\n"
+        "while len(list(said.glob('*.said'))) < 3 and time.monotonic() < end:\n"
+        "    time.sleep(0.05)\n"
         "pt.materialize(pt.load(sys.argv[1]), torch.nn.Linear(2, 2))\n"
     )
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
