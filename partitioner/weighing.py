@@ -1,7 +1,7 @@
 """How the losses of a plan's micro-batches make that of the batch: found on the example batch, and kept in the plan.
 
 compare         the loss of the batch beside that of its parts: a rule for all of it
-compare_uneven  the same where the parts hold other numbers of valid labels
+compare_uneven  the same where the parts hold other numbers of what counts: labels, a mask's, weights
 compare_terms   where no rule is for all of it: a rule for each of the terms that it adds up
 """
 
@@ -22,7 +22,8 @@ from partitioner.selfcheck import check_split, in_stages
 from partitioner.solver.writing import AT_FIRST
 from partitioner.specs import LossRule
 from partitioner.structures import map_tensors
-from partitioner.whole_batch import compare, compare_terms, compare_uneven
+from partitioner.uneven import PADDING, Uneven, named, uneven
+from partitioner.whole_batch import by_rule, compare, compare_terms, compare_uneven, ignorable_in, uneven_in
 
 
 def weighted(
@@ -44,63 +45,62 @@ def weighted(
         if count > 1 and at_first:
             with torch.no_grad():
                 model(*map_tensors(batch.args, copied), **map_tensors(batch.kwargs, copied))
-        found = uneven = refused = None
+        found = made = refused = tried = terms = None
+        if count > 1 and rule is None:
+            tried = uneven(model, batch, cutter, count, ignorable_in(model, batch, cutter, count, loss))
         try:
-            found = compare(model, batch, inputs, cutter, count, loss) if count > 1 else None
-            if found is not None and found.holds and rule is None:
-                uneven = compare_uneven(model, batch, inputs, cutter, count, loss)
+            paddings = PADDING if tried is None else tried.paddings
+            found = compare(model, batch, inputs, cutter, count, loss, paddings) if count > 1 else None
+            if found is not None and tried is not None and (found.holds or found.how is not None):
+                by = loss if found.how is None else by_rule(found.how, model, loss)
+                made = compare_uneven(model, batch, tried, inputs, cutter, count, by)
         except ArgumentError as error:  # the example's labels already count differently
             refused = error
-        compared = [one for one in (found, uneven) if one is not None]
-        is_untold = refused is not None or any(not one.holds and one.how is None for one in compared)
-        terms = _in_terms(plan, model, batch, cutter, count, loss, seed, notes) if is_untold and rule is None else None
+        is_untold = refused is not None or any(not one.holds and one.how is None for one in (found, made) if one)
+        if is_untold and tried is not None:
+            terms = _in_terms(plan, model, batch, tried, cutter, count, loss, seed, notes)
         if refused is not None and terms is None:
             raise refused
-    if terms is not None:
-        rule = terms
-    elif found is not None and not found.holds:
+        moved = uneven_in(model, tried, inputs, cutter, count, loss) if made and tried and made.how is None else []
+    how = made.how if made is not None and made.how is not None else found.how if found is not None else None
+    told = {"sum": "a sum over the batch", "samples": "a mean over samples"}.get(str(how), f"a mean over {how}")
+    if found is not None and not found.holds:
         parts = f"its {found.num_parts} micro-batches make {found.parts:.6g}"
         numbers = f"the loss of the batch is {found.whole:.6g}, and {parts}"
-        if found.how is not None:
-            told = {"sum": "a sum over the batch", "samples": "a mean over samples"}.get(
-                str(found.how), f"a mean over {found.how}"
-            )
-            if rule is None:
-                rule = LossRule(loss=loss.name, how=found.how)
-                notes.append(f"{numbers} as a mean over samples or labels; it is {told}, and counted as that")
-            else:
-                warned.append(f"{numbers} under loss_weight; it is {told}, which is found without loss_weight")
-        else:
-            accepted = rule is not None and rule.how == "samples"
-            text = (
-                f"{numbers}: it compares samples with each other, is a mean over what is not in the batch, or is of an "
-                "argument that has as many rows as the batch has samples but holds something else. Say what a "
-                "micro-batch counts for (loss_weight=lambda inputs, target: ...), leave the batch whole "
-                "(microbatches=1, mesh={'dp': 1}), or take it as accumulated gradients do (loss_weight='samples')"
-            )
-            (notes if accepted else warned).append(f"{numbers}, as loss_weight='samples' asks" if accepted else text)
-        notes += warned
-    elif rule is None:
-        if uneven is not None and (uneven.holds or uneven.how is not None):
-            how = "samples" if uneven.how is None else uneven.how
-            rule = LossRule(loss=loss.name, how=how)
-            told = how if isinstance(how, str) else f"valid labels, {how}"
-            notes.append(
-                f"labels of several kinds may count differently in a micro-batch: the loss is a mean over {told}"
-            )
-        elif uneven is not None:
-            labels = loss.labels(batch)
-            stops = ", and train_step refuses the first such batch" if len(labels) > 1 else ""
-            text = (
-                f"the loss adds up terms that are no means over what is told by the batch, beside valid labels "
-                f"({', '.join(labels)}): of a batch whose micro-batches have different numbers of these no weights of "
-                f"each are exact (tried: {uneven.whole:.6g} at once, {uneven.parts:.6g} in {uneven.num_parts})"
-                f"{stops}. Take the mean over samples as accumulated gradients do (loss_weight='samples'), say "
-                "what a micro-batch counts for (loss_weight=lambda inputs, target: ...), return a loss that is a sum "
-                "(loss_weight='sum'), or leave the batch whole (microbatches=1, mesh={'dp': 1})"
-            )
-            warned.append(text)
-            notes.append(text)
+    if terms is not None:
+        rule = terms
+    elif found is not None and not found.holds and how is None:
+        accepted = rule is not None and rule.how == "samples"
+        text = (
+            f"{numbers}: it compares samples with each other, is a mean over what is not in the batch, or is of an "
+            "argument that has as many rows as the batch has samples but holds something else. Say what a "
+            "micro-batch counts for (loss_weight=lambda inputs, target: ...), leave the batch whole "
+            "(microbatches=1, mesh={'dp': 1}), or take it as accumulated gradients do (loss_weight='samples')"
+        )
+        (notes if accepted else warned).append(f"{numbers}, as loss_weight='samples' asks" if accepted else text)
+    elif found is not None and not found.holds and rule is not None:
+        warned.append(f"{numbers} under loss_weight; it is {told}, which is found without loss_weight")
+    elif found is not None and how is not None:
+        rule = LossRule(loss=loss.name, how=how)
+        passed = (
+            "the example's micro-batches hold as much of everything; where they do not, the loss"
+            if found.holds
+            else f"{numbers} as a mean over samples or labels; it"
+        )
+        notes.append(f"{passed} is {told}, and counted as that")
+    if terms is None and made is not None and made.how is None:
+        stops = ", and train_step refuses the first such batch" if len(loss.labels(batch)) > 1 else ""
+        what = ", ".join(map(named, moved)) or "its tensors"
+        warned.append(
+            f"the loss is {told if how is not None else 'a mean over samples or labels'} in the example, whose "
+            f"micro-batches hold as much of everything; with other numbers of what counts in {what} it is "
+            f"none of what the batch tells (tried: {made.whole:.6g} at once, {made.parts:.6g} in {made.num_parts}), so "
+            f"of such a batch no weights of its micro-batches are exact{stops}. Say what a micro-batch counts for "
+            "(loss_weight=lambda inputs, target: ...), return a loss that is a sum (loss_weight='sum'), leave the "
+            "batch whole (microbatches=1, mesh={'dp': 1}), or take the mean over samples as accumulated gradients do "
+            "(loss_weight='samples')"
+        )
+    notes += warned
     warned += at_first if count > 1 else []
     return plan.model_copy(update={"training": plan.training.model_copy(update={"loss_rule": rule})})
 
@@ -109,6 +109,7 @@ def _in_terms(
     plan: Plan,
     model: nn.Module,
     batch: MicroBatch,
+    tried: Uneven,
     cutter: Cutter,
     count: int,
     loss: Loss,
@@ -116,7 +117,7 @@ def _in_terms(
     notes: list[str],
 ) -> LossRule | None:
     """The rule of a loss that adds up terms, each a mean over something of its own, which the plan's stages keep to."""
-    terms = compare_terms(model, batch, cutter, count, loss)
+    terms = compare_terms(model, batch, tried, cutter, count, loss)
     if not terms:
         return None
     rule = LossRule(loss=loss.name, how="terms", terms=terms)
@@ -124,7 +125,7 @@ def _in_terms(
     told = "; ".join(names.get(str(how), f"a mean over {how}") for how in terms)
     if plan.num_stages > 1:
         forward = in_stages(model, plan.profile, plan.stage_of(), loss)
-        received = compare_terms(model, batch, cutter, count, loss, forward)
+        received = compare_terms(model, batch, tried, cutter, count, loss, forward)
         if received != terms:
             rule = rule.model_copy(update={"received": received})
         by_terms = Loss(model, loss.function, None, rule)

@@ -23,17 +23,16 @@ from partitioner.errors import ArgumentError
 from partitioner.losses import Loss
 from partitioner.microbatches import Cutter, MicroBatch, as_given
 from partitioner.restore import ModelState, random_states, set_random_states, untouched
-from partitioner.specs import Counted, Weighing
-from partitioner.structures import map_tensors, tensors_in
+from partitioner.specs import Counted, LossRule, Weighing
+from partitioner.structures import map_tensors
 from partitioner.trial import copy_of
+from partitioner.uneven import PADDING, Place, Uneven, places
 
 T = TypeVar("T")
 TOLERANCE = 1e-5
 """Relative; batches of other sizes are computed in other orders of sums."""
 DEVICE_TOLERANCE = 1e-4
 """The same on other devices than a CPU, where they are computed by other kernels, which may round more."""
-PADDING = (0, -100, -1, 255)
-"""Values that mark what does not count: token 0, torch's ignored label, and those of older code and of segmentation."""
 
 
 class Comparison(NamedTuple):
@@ -49,9 +48,17 @@ class Comparison(NamedTuple):
 
 
 def compare(
-    model: nn.Module, batch: MicroBatch, inputs: Any, cutter: Cutter, count: int, loss: Loss
+    model: nn.Module,
+    batch: MicroBatch,
+    inputs: Any,
+    cutter: Cutter,
+    count: int,
+    loss: Loss,
+    paddings: Sequence[int] = PADDING,
 ) -> Comparison | None:
     """The loss of the whole batch, `inputs` as the caller gave them, beside that of `count` micro-batches.
+
+    `paddings`: values that may mark what the loss is no mean over.
 
     The model is untouched. Each forward starts from the same state, in training mode unless that draws random numbers
     or normalises over the batch, which gives other numbers by design. None where it cannot be told: the batch has one
@@ -75,7 +82,7 @@ def compare(
         shares = [_missed(one, weight, added, whole, 0.0) for one, weight in zip(found, rule, strict=True)]
         return float(np.max(shares))  # NaN where one is
 
-    def missed_by(how: Weighing) -> float:
+    def missedby_rule(how: Weighing) -> float:
         rule = _counted(loss, how, splits)
         return math.nan if rule is None else missed(rule, how == "sum")
 
@@ -84,9 +91,10 @@ def compare(
         return Comparison(whole, made, count, None, True)
     simple: tuple[Weighing, ...] = ("sum", "samples")
     for how in simple:
-        if missed_by(how) <= tolerance:
+        if missedby_rule(how) <= tolerance:
             return Comparison(whole, made, count, how, False)
-    fitting = [(error, what) for what in _candidates(batch) if (error := missed_by(what)) <= tolerance]
+    candidates = _candidates(batch, paddings)
+    fitting = [(error, what) for what in candidates if (error := missedby_rule(what)) <= tolerance]
     fitting.sort(key=lambda one: one[0])  # labels other than 0 may be nearly as many as a mask's
     nearest = _confirmed([what for _, what in fitting], model, batch, cutter, count, loss, whole) if fitting else None
     return Comparison(whole, made, count, nearest, False)
@@ -129,42 +137,73 @@ _ONE_MORE = 3
 
 
 def compare_uneven(
-    model: nn.Module, batch: MicroBatch, inputs: Any, cutter: Cutter, count: int, loss: Loss
+    model: nn.Module,
+    batch: MicroBatch,
+    tried: Uneven,
+    inputs: Any,
+    cutter: Cutter,
+    count: int,
+    loss: Loss,
 ) -> Comparison | None:
-    """The same for a batch whose first micro-batch has fewer valid labels, where a loss adds up terms.
+    """The same where the example's micro-batches hold other numbers of what the loss may be a mean over.
 
-    None where the loss's own rule tells how its parts add up then too, or it cannot be tried.
+    None where the loss's own rule tells how its parts add up then too, or it cannot be tried. A rule that is found
+    makes up the loss of the example as well.
     """
-    count = min(count, batch.samples)
-    if count < 2 or loss.rule() is not None:
-        return None
-    labels, ignorable = loss.labels(batch), _ignorable(model, batch, cutter, count, loss)
-    if not any(label.dim() > 1 for label in ignorable):
-        return None
-    if len(labels) < 2:
-        first = cutter.cut(batch.args, batch.kwargs, batch.target, count)[0]
-        numbers = _values(model, [[first]], loss, functools.partial(_terms, model))
-        if numbers is None or len(numbers[0][0]) <= 2:
-            return None
+    for together in (tried.several, tuple(tried.singles.values())):
+        found = [_compared(model, one, inputs, cutter, count, loss, tried.paddings) for one in together]
+        told = [one for one in found if one is not None]
+        missed = next((one for one in told if not one.holds), None)
+        if missed is not None and missed.how is not None:
+            by = by_rule(missed.how, model, loss)
+            of_example = compare(model, batch, inputs, cutter, count, by)
+            return missed if of_example is None or of_example.holds else missed._replace(how=None)
+        if told:
+            return missed
+    return None
 
-    def left_out(kind: int, k: int) -> float:
-        return 0.5 if k == 0 else 0.0
 
-    uneven = _thinned(batch, ignorable, loss.ignored, cutter, count, left_out, least_dim=2)
+def uneven_in(model: nn.Module, tried: Uneven, inputs: Any, cutter: Cutter, count: int, loss: Loss) -> list[Place]:
+    """The tensors of which other numbers in each micro-batch make the loss another than the loss's rule tells."""
+    found = {
+        place: _compared(model, one, inputs, cutter, count, loss, tried.paddings)
+        for place, one in tried.singles.items()
+    }
+    return [place for place, one in found.items() if one is not None and not one.holds]
+
+
+def _compared(
+    model: nn.Module,
+    batch: MicroBatch,
+    inputs: Any,
+    cutter: Cutter,
+    count: int,
+    loss: Loss,
+    paddings: Sequence[int],
+) -> Comparison | None:
+    """The comparison, by samples where labels of two kinds count differently; None where micro-batches have no loss."""
     try:
-        parts = cutter.cut(uneven.args, uneven.kwargs, uneven.target, count)
-        loss.weights(parts, [as_given(part, inputs) for part in parts])
+        found = compare(model, batch, inputs, cutter, count, loss, paddings)
     except ArgumentError:
-        loss, beside = Loss(model, loss.function, "samples"), loss.beside
-        loss.beside = beside
-        return compare(model, uneven, inputs, cutter, count, loss)
-    found = compare(model, uneven, inputs, cutter, count, loss) if len(labels) < 2 else None
-    return None if found is None or found.holds else found
+        found = compare(model, batch, inputs, cutter, count, by_rule("samples", model, loss), paddings)
+        if found is not None and found.holds:
+            found = found._replace(how="samples", holds=False)
+    if found is not None and not found.holds and found.how is None and not math.isfinite(found.parts):
+        return None
+    return found
+
+
+def by_rule(how: Weighing, model: nn.Module, loss: Loss) -> Loss:
+    """The loss with another rule."""
+    by = Loss(model, loss.function, None, LossRule(loss=loss.name, how=how))
+    by.beside = loss.beside
+    return by
 
 
 def compare_terms(
     model: nn.Module,
     batch: MicroBatch,
+    tried: Uneven,
     cutter: Cutter,
     count: int,
     loss: Loss,
@@ -172,36 +211,38 @@ def compare_terms(
 ) -> tuple[Weighing, ...]:
     """What each term of a loss that adds up several is: each makes up that of the batch with it. () where it is not so.
 
-    The batch is tried as it is and with labels of each kind left out in other numbers in each micro-batch: two rules
-    that fit one batch are told apart by that. The model is untouched. `forward`: what gives the model's output.
+    The batch is tried as it is and uneven: two rules that fit one batch are told apart by that. The model is untouched.
+    `forward`: what gives the model's output.
     """
     count = min(count, batch.samples)
     if count < 2:
         return ()
-    ignorable = _ignorable(model, batch, cutter, count, loss)
-    num_kinds = len(ignorable)
-
-    def left_out(kind: int, k: int) -> float:
-        return (kind + k) % (num_kinds + 1) / (num_kinds + 2)
-
-    def thinned(least_dim: int) -> MicroBatch:
-        return _thinned(batch, ignorable, loss.ignored, cutter, count, left_out, least_dim)
-
-    uneven = [thinned(1), thinned(2)] if ignorable else []
     terms = functools.partial(_terms, forward or model)
-    fitting = _rules_of_terms(model, batch, cutter, count, loss, terms)
+
+    def rules(one: MicroBatch) -> list[list[Weighing]] | None:
+        return _rules_of_terms(model, one, tried, cutter, count, loss, terms)
+
+    fitting = rules(batch)
     if fitting is None or len(fitting) < 2:
         return ()
-    tried = (_rules_of_terms(model, one, cutter, count, loss, terms) for one in uneven)
-    more = next((found for found in tried if found is not None and all(found)), None if uneven else fitting)
-    if more is None or len(more) != len(fitting):
-        return ()
-    both = [[how for how in of_term if how in also] for of_term, also in zip(fitting, more, strict=True)]
-    return tuple(of_term[0] for of_term in both) if all(both) else ()
+    for together in (tried.everything, tried.several, tuple(tried.singles.values())):
+        found = [one for one in map(rules, together) if one is not None]
+        if found and all(len(one) == len(fitting) and all(one) for one in found):
+            both = [
+                [how for how in of_term if all(how in one[j] for one in found)] for j, of_term in enumerate(fitting)
+            ]
+            return tuple(of_term[0] for of_term in both) if all(both) else ()
+    return () if tried.several or tried.everything or not all(fitting) else tuple(of_term[0] for of_term in fitting)
 
 
 def _rules_of_terms(
-    model: nn.Module, batch: MicroBatch, cutter: Cutter, count: int, loss: Loss, terms: Callable[..., list[float]]
+    model: nn.Module,
+    batch: MicroBatch,
+    tried: Uneven,
+    cutter: Cutter,
+    count: int,
+    loss: Loss,
+    terms: Callable[..., list[float]],
 ) -> list[list[Weighing]] | None:
     """For each term the rules that fit, the likeliest first; None where the terms cannot be told."""
     sizes = sorted({count, 2, min(_ONE_MORE, batch.samples)}, reverse=True)
@@ -217,64 +258,75 @@ def _rules_of_terms(
         for of_parts, parts in zip(found, splits, strict=True)
     ):
         return None
-    counted = [how for how in _candidates(batch) if _counts_labels(how, batch, loss)]
-    others = [how for how in _candidates(batch) if how not in counted]
+    candidates = list(_candidates(batch, tried.paddings))
+    counted = [how for how in candidates if tried.ignorable.get((how.argument, how.tensor), how) == how.other_than]
+    others = [how for how in candidates if how not in counted]
     likeliest: list[Weighing] = [*counted, "samples", "sum", *others]
-    weights = [(how, rule) for how in likeliest if (rule := _counted(loss, how, splits)) is not None]
-    return [
-        [
-            how
-            for how, of_splits in weights
-            if all(
-                _missed([one[j] for one in of_split], of_parts, how == "sum", whole[j], size / 1e3) <= tolerance
-                for of_split, of_parts in zip(found, of_splits, strict=True)
-            )
-        ]
-        for j in range(len(whole))
-    ]
+    weights = {how: rule for how in likeliest if (rule := _counted(loss, how, splits)) is not None}
+
+    def fits(j: int, how: Weighing) -> bool:
+        return all(
+            _missed([one[j] for one in of_split], of_parts, how == "sum", whole[j], size / 1e3) <= tolerance
+            for of_split, of_parts in zip(found, weights[how], strict=True)
+        )
+
+    rules = []
+    for j, value in enumerate(whole):
+        is_constant = all(abs(part[j] - value) <= tolerance * size for parts in found for part in parts)
+        order = sorted(weights, key=lambda how: how != "samples") if is_constant else list(weights)
+        rules.append([how for how in order if fits(j, how)])
+    return rules
 
 
-def _counts_labels(how: Counted, batch: MicroBatch, loss: Loss) -> bool:
-    """Whether it counts labels of a batch that torch's losses do not ignore."""
-    held: Any = batch.target if how.argument == "target" else batch.kwargs.get(str(how.argument))
-    if isinstance(how.argument, int):
-        held = batch.args[how.argument]
-    tensor = list(tensors_in(held))[how.tensor]
-    return how.other_than == loss.ignored and any(tensor is label for label in loss.labels(batch).values())
-
-
-def _ignorable(model: nn.Module, batch: MicroBatch, cutter: Cutter, count: int, loss: Loss) -> list[torch.Tensor]:
-    """Labels of the batch of which the loss leaves out those that are to be ignored.
+def ignorable_in(model: nn.Module, batch: MicroBatch, cutter: Cutter, count: int, loss: Loss) -> dict[Place, int]:
+    """Labels of the batch of which the loss leaves out those that are to be ignored, and the value that says so.
 
     Some of them are in the batch; or one of torch's own losses, which says what it ignores, is given them, all or
-    without the first of each sequence. To other functions that value may be an index like any other.
+    without the first of each sequence. To other functions that value may be an index like any other, which would be
+    read beside its table: on a device only labels are taken for such.
     """
-    labels = loss.labels(batch)
-    first = cutter.cut(batch.args, batch.kwargs, batch.target, count)[0]
-    given: list[torch.Tensor] = []
+    labels, tensors = {id(label) for label in loss.labels(batch).values()}, places(batch)
+    first = cutter.cut(batch.args, batch.kwargs, batch.target, min(count, batch.samples))[0]
+    of_first = places(first)
+    found = {
+        place: loss.ignored
+        for place, tensor in tensors.items()
+        if id(tensor) in labels and bool((tensor == loss.ignored).any())
+    }
+    given: list[tuple[torch.Tensor, int]] = []
 
     def value_of(model: nn.Module, loss: Loss, args: Any, kwargs: Any, target: Any) -> float:
         with torch.enable_grad():
             value = loss.of(model(*args, **kwargs), target)
-        given.extend(_targets(value, loss.ignored))
+        given.extend(_targets(value))
         return float(value.detach())
 
+    if _values(model, [[first]], loss, value_of) is None:
+        return found
+    for target, ignored in given:
+        mine = [place for place, tensor in of_first.items() if _is_given(tensor, target, ignored)]
+        of_labels = [place for place in mine if id(tensors[place]) in labels]
+        others = [place for place in mine if (place[0] == "target") == (loss.function is not None)]
+        for place in of_labels or [place for place in others if tensors[place].is_cpu]:
+            found.setdefault(place, ignored)
+    return found
+
+
+def _is_given(labels: torch.Tensor, target: torch.Tensor, ignored: int) -> bool:
+    """Whether these labels, or all but the first of each sequence, are what a loss was given as its target."""
+    if labels.dim() == 0 or labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        return False
+
     def valid(label: torch.Tensor) -> torch.Tensor:
-        return label[label != loss.ignored].sort().values
+        return label[label != ignored].sort().values
 
-    of_first = loss.labels(first)
-    known = {name for name, label in labels.items() if bool((label == loss.ignored).any())}
-    if len(known) < len(labels) and _values(model, [[first]], loss, value_of) is not None:
-        for name in of_first.keys() - known:
-            label = of_first[name]
-            ways = [valid(label), valid(label[..., 1:])] if label.dim() else []
-            if any(torch.equal(valid(target).to(way), way) for target in given for way in ways if way.numel()):
-                known.add(name)
-    return [label for name, label in labels.items() if name in known]
+    theirs = valid(target)
+    ways = (labels, labels[..., 1:])
+    return bool(theirs.numel()) and any(torch.equal(theirs.to(mine), mine) for mine in map(valid, ways))
 
 
-def _targets(loss: torch.Tensor, ignored: int) -> list[torch.Tensor]:
-    """The targets of torch's losses over classes in a loss's graph, where they leave out this value."""
+def _targets(loss: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
+    """The targets of torch's losses over classes in a loss's graph, and the value that they leave out."""
     found, seen, left = [], set[Any](), [loss.grad_fn]
     while left:
         node: Any = left.pop()
@@ -282,44 +334,14 @@ def _targets(loss: torch.Tensor, ignored: int) -> list[torch.Tensor]:
             continue
         seen.add(node)
         left += [following for following, _ in node.next_functions]
-        if node.name() in _LOSSES_OVER_CLASSES and (node._saved_ignore_index - ignored) % 2**64 == 0:  # unsigned
-            found.append(node._saved_target)
+        if node.name() in _LOSSES_OVER_CLASSES:
+            ignored = int(node._saved_ignore_index)  # unsigned
+            found.append((node._saved_target, ignored - 2**64 if ignored >= 2**63 else ignored))
     return found
 
 
 _LOSSES_OVER_CLASSES = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
 """Nodes of autograd, of which cross-entropy is made too."""
-
-
-def _thinned(
-    batch: MicroBatch,
-    labels: Sequence[torch.Tensor],
-    ignored: int,
-    cutter: Cutter,
-    count: int,
-    left_out: Callable[[int, int], float],
-    least_dim: int,
-) -> MicroBatch:
-    """The batch with a part `left_out(kind, k)` of each kind of `labels` ignored in micro-batch k, from their ends.
-
-    Labels with fewer than `least_dim` dimensions stay: of those with one, whole samples would be left out.
-    """
-    spans = [part.samples for part in cutter.cut(batch.args, batch.kwargs, batch.target, count)]
-
-    def thinned(tensor: torch.Tensor) -> torch.Tensor:
-        kinds = [kind for kind, label in enumerate(labels) if label is tensor]
-        if tensor.dim() < least_dim or not kinds or tensor.shape[cutter.batch_dim] != batch.samples:
-            return tensor
-        fewer, start = tensor.clone(), 0
-        for k, samples in enumerate(spans):
-            mine = fewer.narrow(cutter.batch_dim, start, samples)
-            number = math.ceil(left_out(kinds[0], k) * mine.shape[-1])
-            mine[..., mine.shape[-1] - number :] = ignored
-            start += samples
-        return fewer
-
-    args, kwargs, target = map_tensors((batch.args, batch.kwargs, batch.target), thinned)
-    return MicroBatch(args, kwargs, target, batch.samples)
 
 
 def batch_norms(model: nn.Module) -> dict[str, nn.Module]:
@@ -339,21 +361,19 @@ def _missed(losses: Sequence[float], weights: Sequence[float], added: bool, whol
     return abs(_made(losses, weights, added) - whole) / (max(abs(whole), *map(abs, losses), least) or 1.0)
 
 
-def _candidates(batch: MicroBatch) -> Iterator[Counted]:
+def _candidates(batch: MicroBatch, paddings: Sequence[int]) -> Iterator[Counted]:
     """What a mean over the batch may be over: masks and weights as they are, labels that are not padding."""
-    arguments: list[tuple[int | str, Any]] = [("target", batch.target), *batch.kwargs.items(), *enumerate(batch.args)]
-    for argument, value in arguments:
-        for k, tensor in enumerate(tensors_in(value)):
-            if tensor.dim() == 0 or tensor.is_complex() or tensor.is_sparse or not tensor.numel():
-                continue
-            if tensor.is_floating_point() or tensor.dtype == torch.bool:
-                yield Counted(argument=argument, tensor=k)
-                if tensor.is_floating_point():
-                    yield Counted(argument=argument, tensor=k, other_than=0)
-                continue
-            for padding, shifted in itertools.product(PADDING, (False, True) if tensor.dim() > 1 else (False,)):
-                yield Counted(argument=argument, tensor=k, other_than=padding, shifted=shifted)
+    for (argument, k), tensor in places(batch).items():
+        if tensor.dim() == 0 or tensor.is_complex() or tensor.is_sparse or not tensor.numel():
+            continue
+        if tensor.is_floating_point() or tensor.dtype == torch.bool:
             yield Counted(argument=argument, tensor=k)
+            if tensor.is_floating_point():
+                yield Counted(argument=argument, tensor=k, other_than=0)
+            continue
+        for padding, shifted in itertools.product(paddings, (False, True) if tensor.dim() > 1 else (False,)):
+            yield Counted(argument=argument, tensor=k, other_than=padding, shifted=shifted)
+        yield Counted(argument=argument, tensor=k)
 
 
 def _values(

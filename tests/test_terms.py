@@ -18,9 +18,10 @@ import partitioner as pt
 from partitioner.losses import Loss
 from partitioner.microbatches import Cutter, MicroBatch, as_call
 from partitioner.plan import Plan
-from partitioner.specs import Counted, LossRule
+from partitioner.specs import Counted, LossRule, Weighing
 from partitioner.terms import Seen, taken_apart
-from partitioner.whole_batch import compare_terms
+from partitioner.uneven import uneven as made_uneven
+from partitioner.whole_batch import compare_terms, ignorable_in
 
 SAMPLES, LENGTH, WIDTH, WORDS = 8, 6, 8, 11
 
@@ -123,13 +124,23 @@ WORDS_RULE = Counted(argument="labels", other_than=-100)
 CLASS_RULE = Counted(argument="next_label", other_than=-100)
 
 
+def terms_of(model: nn.Module, batch: MicroBatch, loss: Loss) -> tuple[Weighing, ...]:
+    tried = made_uneven(model, batch, Cutter(), 4, ignorable_in(model, batch, Cutter(), 4, loss))
+    return compare_terms(model, batch, tried, Cutter(), 4, loss)
+
+
 @pytest.mark.parametrize("as_it_is", [True, False])
 def test_each_term_is_a_mean_over_the_labels_that_it_is_of(as_it_is: bool) -> None:
     """Also where the example has as many valid labels of both kinds in each micro-batch."""
     model, batch = pretraining(early=True)
     example = MicroBatch((), batch if as_it_is else uneven(batch), None, SAMPLES)
-    found = compare_terms(model, example, Cutter(), 4, Loss(model, None, None))
-    assert found == (WORDS_RULE, CLASS_RULE, "samples", "samples", "samples")
+    assert terms_of(model, example, Loss(model, None, None)) == (
+        WORDS_RULE,
+        CLASS_RULE,
+        "samples",
+        "samples",
+        "samples",
+    )
 
 
 def masked_beside_a_mean(output: Any, target: Any) -> torch.Tensor:
@@ -150,8 +161,8 @@ def test_a_mean_over_a_mask_beside_one_over_samples_and_a_sum() -> None:
     mask = (torch.arange(SAMPLES)[:, None] > torch.arange(WIDTH)).float()
     batch = MicroBatch((x,), {}, (torch.randn(SAMPLES, WIDTH), mask), SAMPLES)
     loss = Loss(model, masked_beside_a_mean, None)
-    assert compare_terms(model, batch, Cutter(), 4, loss) == (Counted(argument="target", tensor=1), "samples", "sum")
-    assert compare_terms(model, batch, Cutter(), 4, Loss(model, against_each_other, None)) == ()
+    assert terms_of(model, batch, loss) == (Counted(argument="target", tensor=1), "samples", "sum")
+    assert terms_of(model, batch, Loss(model, against_each_other, None)) == ()
 
 
 def test_partition_finds_the_terms_and_says_so() -> None:

@@ -77,7 +77,7 @@ def row(
     import torch
 
     import partitioner as pt
-    from partitioner.errors import PartitionerError
+    from partitioner.errors import LossWarning, PartitionerError
     from partitioner.microbatches import Cutter
     from partitioner.tracing import unwrap
 
@@ -107,17 +107,21 @@ def row(
         )
         if any(one.written == "every" for one in profile.parameters):
             microbatches = 1  # with more, weights that the forward changes would be refused
-        plan = pt.partition(
-            case.model,
-            case.inputs,
-            gpus=stages,
-            mesh={"pp": stages, "dp": 1},
-            microbatches=microbatches,
-            schedule=schedule,
-            profile=profile,
-            batch_dim=case.batch_dim,
-            **common,
-        )
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            plan = pt.partition(
+                case.model,
+                case.inputs,
+                gpus=stages,
+                mesh={"pp": stages, "dp": 1},
+                microbatches=microbatches,
+                schedule=schedule,
+                profile=profile,
+                batch_dim=case.batch_dim,
+                **common,
+            )
+        if warned := [str(one.message) for one in told if issubclass(one.category, LossWarning)]:
+            found["warned"] = warned
         found["plan_s"] = round(time.process_time() - start_s, 1)
     except PartitionerError as error:
         return found | {
