@@ -28,7 +28,7 @@ from partitioner.errors import (
 )
 from partitioner.links import between_cuda_devices, loopback
 from partitioner.losses import Loss, LossFunction, LossWeight, sum_of_outputs
-from partitioner.microbatches import Cutter, MicroBatch, as_call
+from partitioner.microbatches import BatchDim, Cutter, MicroBatch, as_call, named_dims
 from partitioner.plan import Plan
 from partitioner.profiler import profile as measure
 from partitioner.profiles import Profile
@@ -60,7 +60,7 @@ def partition(
     example_target: Any = None,
     loss_weight: LossWeight | None = None,
     batch_size: int | Literal["auto"] | None = None,
-    batch_dim: int = 0,
+    batch_dim: BatchDim = 0,
     mesh: Literal["auto"] | Mapping[str, int] = "auto",
     microbatches: int | Literal["auto"] = "auto",
     schedule: str = "auto",
@@ -83,8 +83,9 @@ def partition(
     `example_inputs`: one batch: a tensor, a tuple (arguments) or a dict (keyword arguments). `gpus`: a number of this
     machine's CUDA devices (of CPU ranks, where it has fewer), a name such as "2x8xA100-80GB", or a Cluster.
     `loss_fn(output, target)`: None is the model's own loss. `batch_size`: samples of one optimizer step, all replicas
-    together; None: that of `example_inputs`. `objective`: "train", or for inference with `eval_step` the most samples a
-    second ("throughput") or the least time of one batch ("latency"). `recompute`: never, always, or auto: the stages
+    together; None: that of `example_inputs`. `batch_dim`: the dimension of samples, or that of each argument where they
+    differ, None where it holds none: {"state": 1, "mask": None}; "*" are all others, "target" the target.
+    `objective`: "train", or for inference with `eval_step` the most samples a second ("throughput") or the least time of one batch ("latency"). `recompute`: never, always, or auto: the stages
     that do not fit otherwise. `shard`: what a stage's replicas divide, none, zero1 (the optimizer's state) or zero2
     (gradients, too), or auto: by stage, where otherwise nothing fits or the step is predicted 5 % longer. `pin`: layer
     id -> stage, or -> a word, for layers that are to share a stage: {"wte": "tied", "lm_head": "tied"}. `profile`: plan
@@ -118,6 +119,7 @@ def partition(
     if trace_dir is not None and profile is not None:
         raise ArgumentError("trace_dir= is of the measurement, and with profile= nothing is measured: leave one out")
     model = unwrap(model)
+    batch_dim = named_dims(model, batch_dim)
     if objective != "train" and loss_fn is None:
         loss_fn = sum_of_outputs
 
@@ -132,7 +134,9 @@ def partition(
         args, kwargs = as_call(inputs)
         samples = Cutter(batch_dim).batch_size(args, kwargs)
         if not samples:
-            raise ArgumentError(f"the inputs hold 0 samples along dimension {batch_dim}: pass a batch of 1 or more")
+            raise ArgumentError(
+                f"the inputs hold 0 samples along dimension {Cutter(batch_dim).batch_dim}: pass a batch of 1 or more"
+            )
         if lists := Cutter(batch_dim).lists_cut(args, kwargs, example_target):
             notes.append(
                 f"{', '.join(lists)}: a list in it has as many items as the batch has samples ({samples}), so it is "

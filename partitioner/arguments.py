@@ -49,7 +49,11 @@ def check_arguments(**given: Any) -> None:
 
 
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
-    "batch_dim": ((int,), "the dimension of the inputs that counts samples, from 0 on"),
+    "batch_dim": (
+        (int, Mapping),
+        "the dimension of the inputs that counts samples, from 0 on, or that of each argument that differs, None where "
+        "it holds none: {'mask': None, 'state': 1}",
+    ),
     "loss_fn": ((Callable, type(None)), "a function of output and target"),  # type: ignore[dict-item]
     "pin": ((Mapping, type(None)), "the stage of some layers: {'layer id': 0}"),
     "trace_dir": ((str, os.PathLike, type(None)), "the path of a folder"),
@@ -58,12 +62,21 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
 """Argument -> what it may be, and what to give."""
 
 
+def _check_dims(batch_dim: int | Mapping[Any, Any]) -> None:
+    dims = dict(batch_dim) if isinstance(batch_dim, Mapping) else {"*": batch_dim}
+    give = _KINDS["batch_dim"][1]
+    for name, dim in dims.items():
+        if isinstance(dim, bool) or not isinstance(dim, int | None) or (dim is None and name == "*"):
+            raise ArgumentError(f"batch_dim={batch_dim!r}: {dim!r} of {name!r} is no dimension: give {give}")
+        if dim is not None and dim < 0:
+            raise ArgumentError(f"batch_dim={batch_dim} counts from the end: give {give}")
+
+
 def _check_kinds(given: Mapping[str, Any]) -> None:
     for name, (kinds, give) in _KINDS.items():
         if name in given:
             expect(name, given[name], kinds, give)
-    if given.get("batch_dim", 0) < 0:
-        raise ArgumentError(f"batch_dim={given['batch_dim']} counts from the end: give {_KINDS['batch_dim'][1]}")
+    _check_dims(given.get("batch_dim", 0))
     for layer, stage in (given.get("pin") or {}).items():
         named = isinstance(stage, str) and stage != ""
         if not named and (isinstance(stage, bool) or not isinstance(stage, int) or stage < 0):

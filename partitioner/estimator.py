@@ -21,7 +21,7 @@ from partitioner.capture import Capture, capture
 from partitioner.kernels import record_work
 from partitioner.losses import LossFunction
 from partitioner.metarun import choose_layers, on_meta
-from partitioner.microbatches import Cutter, MicroBatch, as_call, usual_sizes
+from partitioner.microbatches import BatchDim, Cutter, MicroBatch, as_call, named_dims, usual_sizes
 from partitioner.profiles import Layer, LayerCost, Profile, Tensor
 from partitioner.progress import Progress, shown
 from partitioner.rates import Precision
@@ -42,7 +42,7 @@ def estimate(
     precision: Precision = "fp32",
     loss_fn: LossFunction | None = None,
     example_target: Any = None,
-    batch_dim: int = 0,
+    batch_dim: BatchDim = 0,
     microbatch_sizes: Sequence[int] | None = None,
     max_share: float = 1 / 16,
     optimizer: str = "adamw",
@@ -60,6 +60,7 @@ def estimate(
     """
     check_timed_optimizer(optimizer)
     model = unwrap(model)
+    batch_dim = named_dims(model, batch_dim)
     args, kwargs = as_call(example_inputs)
     cutter = Cutter(batch_dim)
     batch = max(1, cutter.batch_size(args, kwargs))
@@ -94,7 +95,7 @@ def estimate(
                 shape=tensor.shape,
                 dtype="bfloat16" if narrow and tensor.dtype == "float32" else tensor.dtype,
                 bytes_at=tuple(
-                    _bytes_at(tensor.nbytes, tensor.shape, batch_dim, recorded, size)
+                    _bytes_at(tensor.nbytes, tensor.shape, cutter.batch_dim, recorded, size)
                     // (2 if narrow and tensor.dtype == "float32" else 1)
                     for size in sizes
                 ),
@@ -120,7 +121,7 @@ def estimate_work(
     *,
     loss_fn: LossFunction | None = None,
     example_target: Any = None,
-    batch_dim: int = 0,
+    batch_dim: BatchDim = 0,
     max_share: float = 1 / 16,
 ) -> ModelWork:
     """What each layer of a model runs: what `steps.training_step` prices for any device and layout.

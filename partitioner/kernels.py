@@ -25,7 +25,7 @@ from torch.utils.flop_counter import flop_registry
 
 from partitioner.losses import Loss, LossFunction
 from partitioner.metarun import Shapes, layer_calls, on_meta, refuse_without_values
-from partitioner.microbatches import Cutter, MicroBatch, as_call
+from partitioner.microbatches import BatchDim, Cutter, MicroBatch, as_call, named_dims
 from partitioner.restore import untouched
 from partitioner.structures import map_tensors, storage_of, tensors_in
 from partitioner.tracing import unwrap
@@ -54,7 +54,7 @@ def record_work(
     *,
     loss_fn: LossFunction | None = None,
     example_target: Any = None,
-    batch_dim: int = 0,
+    batch_dim: BatchDim = 0,
     sizes: Sequence[int] | None = None,
     training: bool = True,
 ) -> ModelWork:
@@ -69,7 +69,7 @@ def record_work(
     """
     model = unwrap(model)
     args, kwargs = as_call(example_inputs)
-    cutter = Cutter(batch_dim)
+    cutter = Cutter(named_dims(model, batch_dim))
     try:
         batch = cutter.batch_size(args, kwargs)
     except ValueError:

@@ -16,14 +16,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from partitioner.errors import UnsupportedModelError
-from partitioner.microbatches import as_call
+from partitioner.microbatches import BatchDim, as_call
 from partitioner.restore import untouched
 from partitioner.structures import map_tensors
 from partitioner.tracing import unwrap
 
 
 def choose_layers(
-    model: nn.Module, example_inputs: Any, *, batch_dim: int = 0, max_share: float = 1 / 16
+    model: nn.Module, example_inputs: Any, *, batch_dim: BatchDim = 0, max_share: float = 1 / 16
 ) -> tuple[str, ...]:
     """Layers for `record_work`, in the order of their calls: modules with at most `max_share` of the parameters.
 

@@ -11,18 +11,53 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from partitioner.errors import ArgumentError, NotBuiltError
-from partitioner.structures import Opened, described, opened, tensors_in
+from partitioner.structures import Opened, described, map_tensors, opened, tensors_in
 
-BatchDims = Mapping[str | int, int | None]
-"""Argument name or position -> its own batch dimension, None: never cut. "target" is the target."""
+BatchDims = Mapping[str | int, int | None] | Mapping[str, int | None]
+"""Argument name or position -> its own batch dimension, None: never cut. "target" is the target, "*" all the others."""
+BatchDim = int | BatchDims
+"""The dimension of samples, of all or of each."""
+OTHERS = "*"
+
+
+def named_dims(model: nn.Module, batch_dim: BatchDim) -> int | dict[str, int | None]:
+    """`batch_dim` as a plan keeps it: each argument by its name and by its position, as it may be passed either way.
+
+    >>> named_dims(nn.GRU(2, 2), {"hx": 1}), named_dims(nn.GRU(2, 2), 1)
+    ({'hx': 1, '1': 1}, 1)
+    """
+    if isinstance(batch_dim, int):
+        return batch_dim
+    dims = {str(key): dim for key, dim in batch_dim.items()}
+    try:
+        parameters = list(inspect.signature(model.forward).parameters.values())
+    except (TypeError, ValueError):
+        return dims
+    names = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    known = {one.name for one in parameters} | {OTHERS, "target"}
+    if not any(one.kind is one.VAR_KEYWORD for one in parameters):
+        for name in dims:
+            if name not in known and not name.isdecimal():
+                raise ArgumentError(
+                    f"batch_dim={dict(batch_dim)}: {type(model).__name__}.forward has no argument {name!r}; it has "
+                    f"{', '.join(one.name for one in parameters)}, and 'target' and '*' (all others) may be named"
+                )
+    for position, name in enumerate(names):
+        if name in dims:
+            dims.setdefault(str(position), dims[name])
+        elif str(position) in dims:
+            dims[name] = dims[str(position)]
+    return dims
 
 
 class MicroBatch(NamedTuple):
@@ -58,16 +93,23 @@ def as_given(part: MicroBatch, inputs: Any) -> Any:
 
 
 class Cutter:
-    """Cuts batches of any size. `batch_dim` is the dimension of samples, `special` the arguments that differ.
+    """Cuts batches of any size. `batch_dim` is the dimension of samples, `special` the arguments that differ from it.
 
-    `whole`: what is never cut, as `goes_whole` told of an example; but for arguments in `special`.
+    `whole`: what is never cut, as `goes_whole` told of an example; but for arguments that are named.
     """
 
-    def __init__(self, batch_dim: int = 0, special: BatchDims | None = None, whole: Collection[str] = ()) -> None:
-        self.batch_dim = batch_dim
-        self.special = dict(special or {})
-        others = (path for path in whole if path.removesuffix(ITEMS).partition(".")[0] not in map(str, self.special))
+    def __init__(self, batch_dim: BatchDim = 0, special: BatchDim | None = None, whole: Collection[str] = ()) -> None:
+        dims: dict[str, int | None] = {}
+        for told in (batch_dim, {} if special is None else special):
+            dims |= {OTHERS: told} if isinstance(told, int) else {str(key): dim for key, dim in told.items()}
+        self.batch_dim = dims.pop(OTHERS, 0) or 0
+        self._special = dims
+        others = (path for path in whole if path.removesuffix(ITEMS).partition(".")[0] not in dims)
         self._whole = frozenset(others)
+
+    def dim_of(self, key: str | int) -> int | None:
+        """The dimension of samples in an argument; None where it has none."""
+        return self._special.get(str(key), self.batch_dim)
 
     def batch_size(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
         """Samples of a batch: the size of its first tensor that has the batch dimension, or of a list of samples."""
@@ -76,7 +118,7 @@ class Cutter:
         described_by = {len(value) for value in lists if all(isinstance(one, Mapping) for one in value)}
         beside = [value for _, value in arguments if isinstance(value, torch.Tensor) and value.dim()]
         for key, value in arguments:
-            dim = self.special.get(key, self.batch_dim)
+            dim = self.dim_of(key)
             if dim is None:
                 continue
             size = self._size_of(value, dim, str(key), described_by, {len(one) for one in beside})
@@ -98,7 +140,7 @@ class Cutter:
         if not aims or any(one.shape[self.batch_dim] == size for one in aims):
             return ""
         for key, value in _arguments(args, kwargs):
-            dim = self.special.get(key, self.batch_dim)
+            dim = self.dim_of(key)
             if dim is None or self._size_of(value, dim, str(key), (), ()) is None:
                 continue
             if not isinstance(value, list) or not all(isinstance(one, torch.Tensor) for one in value):
@@ -158,8 +200,8 @@ class Cutter:
             raise ArgumentError(
                 f"the inputs, {described((*args, *kwargs.values()))}, hold {size} samples along dimension "
                 f"{self.batch_dim} (batch_dim), and the target, {described(target)}, does not: give as many targets, "
-                "say along which dimension samples lie, or in materialize that of the target alone: "
-                'batch_dim={"target": 0}'
+                "say along which dimension samples lie, or that of the target alone: "
+                f'batch_dim={{"*": {self.batch_dim}, "target": 0}}'
             )
         return [
             MicroBatch(
@@ -173,11 +215,27 @@ class Cutter:
 
     def _parts(self, key: str | int, value: Any, size: int, spans: list[tuple[int, int]]) -> list[Any]:
         """One argument for each micro-batch; the very same object where nothing in it is cut."""
-        dim = self.special.get(key, self.batch_dim)
+        dim = self.dim_of(key)
         if dim is None or not _holds_samples(value, dim, size, self._whole, str(key)):
             return [value] * len(spans)
         _refuse_packed(value)
         return [_some(value, dim, size, *span, self._whole, str(key)) for span in spans]
+
+    def changed(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        target: Any,
+        change: Callable[[torch.Tensor, int | None], torch.Tensor],
+    ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        """The same call with each tensor replaced by what `change` makes of it and its dimension of samples."""
+
+        def of(key: str | int, value: Any) -> Any:
+            dim = self.dim_of(key)
+            return map_tensors(value, lambda tensor: change(tensor, dim))
+
+        keywords = {name: of(name, value) for name, value in kwargs.items()}
+        return tuple(of(key, value) for key, value in enumerate(args)), keywords, of("target", target)
 
     def goes_whole(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> tuple[str, ...]:
         """Where in a batch there are tensors and lists that are not cut, though a batch of another size would have them
@@ -191,7 +249,7 @@ class Cutter:
         return tuple(
             path
             for key, value in (*_arguments(args, kwargs), ("target", target))
-            if (dim := self.special.get(key, self.batch_dim)) is not None
+            if (dim := self.dim_of(key)) is not None
             for path in _whole_in(value, dim, size, str(key))
         )
 
@@ -201,7 +259,7 @@ class Cutter:
         return [
             f"argument {key}" if isinstance(key, int) else key
             for key, value in (*_arguments(args, kwargs), ("target", target))
-            if (dim := self.special.get(key, self.batch_dim)) is not None and _holds_list(value, dim, size)
+            if (dim := self.dim_of(key)) is not None and _holds_list(value, dim, size)
         ]
 
 

@@ -24,7 +24,7 @@ from partitioner.forecast import CapacityReport, CurvePoint, LayoutForecast, Mea
 from partitioner.layouts import Candidate, Demand, Found, Search, check_wish, held_by_stage
 from partitioner.losses import LossFunction
 from partitioner.measured import Compared, compared, measured_runs
-from partitioner.microbatches import MicroBatch, as_call
+from partitioner.microbatches import BatchDim, MicroBatch, as_call
 from partitioner.profiles import Profile
 from partitioner.progress import Progress, shown
 from partitioner.request import Request, check_changes, requested
@@ -49,7 +49,7 @@ def capacity(
     loss_fn: LossFunction | None = None,
     example_target: Any = None,
     batch_size: int | None = None,
-    batch_dim: int = 0,
+    batch_dim: BatchDim = 0,
     mesh: Literal["auto"] | Mapping[str, int] = "auto",
     microbatches: int | Literal["auto"] = "auto",
     schedule: str = "auto",

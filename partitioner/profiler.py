@@ -25,7 +25,7 @@ from partitioner.errors import ArgumentError, NotBuiltError, SetupError, expect
 from partitioner.layer_costs import layers_of
 from partitioner.layer_trace import recorded, trace_folder
 from partitioner.losses import Loss, LossFunction
-from partitioner.microbatches import Cutter, MicroBatch, as_call, usual_sizes
+from partitioner.microbatches import BatchDim, Cutter, MicroBatch, as_call, named_dims, usual_sizes
 from partitioner.probes import Probe, make_probes, to_meta
 from partitioner.profiles import Profile, Tensor
 from partitioner.progress import Progress, shown
@@ -46,7 +46,7 @@ def profile(
     device: str | torch.device | None = None,
     loss_fn: LossFunction | None = None,
     example_target: Any = None,
-    batch_dim: int = 0,
+    batch_dim: BatchDim = 0,
     microbatch_sizes: Sequence[int] | None = None,
     max_share: float = 1 / 16,
     optimizer: str = "adamw",
@@ -69,6 +69,7 @@ def profile(
     model = unwrap(model)
     where = _device_of(model, device)
     traces = None if trace_dir is None else trace_folder(trace_dir)
+    batch_dim = named_dims(model, batch_dim)
     args, kwargs = as_call(example_inputs)
     cutter = Cutter(batch_dim)
     batch = cutter.batch_size(args, kwargs)

@@ -216,7 +216,7 @@ class Profile(Shown, Frozen):
     """Forward + backward of the unsliced model, beside `microbatch_sizes`; empty where it was not run."""
     unattributed_s: tuple[Annotated[float, Field(allow_inf_nan=False)], ...] = ()
     """`step_s` less the sum over layers."""
-    batch_dim: int = 0
+    batch_dim: int | dict[str, int | None] = 0
     device: str
     device_kind: Literal["cuda", "cpu"]
     dtype: str = "float32"

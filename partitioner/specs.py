@@ -461,7 +461,8 @@ class Training(Given):
     pin: dict[str, Annotated[int, Field(ge=0)] | Annotated[str, Field(min_length=1)]] = {}
     """Layer id -> stage, kept by the solver, or a word: layers with the same word are on one stage, whichever, with all
     between them. A whole split by hand names every layer."""
-    batch_dim: int = 0
+    batch_dim: int | dict[str, int | None] = 0
+    """Where samples lie: of all arguments, or of each by its name and position; "*" are all others."""
     whole: tuple[str, ...] = ()
     """Where in a batch there are tensors or lists that hold no samples, as the example tells by their sizes."""
     loss_rule: LossRule | None = None

@@ -25,10 +25,10 @@ from partitioner.footprint import Footprint, bare_copy, bare_inputs, footprint
 from partitioner.graph import CostGraph
 from partitioner.kernels import record_work
 from partitioner.losses import Loss, LossFunction
-from partitioner.microbatches import Cutter, as_call
+from partitioner.microbatches import BatchDim, Cutter, as_call, named_dims
 from partitioner.profiles import Layer, LayerCost, LayerMemory, Parameter, Profile, Tensor
 from partitioner.steps import Layout, Planner
-from partitioner.structures import map_tensors, tensors_in
+from partitioner.structures import tensors_in
 from partitioner.work import LayerWork, ModelWork
 
 FOLLOWED = 3
@@ -48,19 +48,25 @@ class Study:
         *,
         loss_fn: LossFunction | None = None,
         target: Any = None,
-        batch_dim: int = 0,
+        batch_dim: BatchDim = 0,
         sequence_dim: int = 1,
         max_share: float = 1 / 16,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ArgumentError(f"the model is {type(model).__name__}, not an nn.Module")
         self.model, self.loss_fn, self.max_share = model, loss_fn, max_share
-        self.batch_dim, self.sequence_dim = batch_dim, sequence_dim
+        self.batch_dim, self.sequence_dim = named_dims(model, batch_dim), sequence_dim
+        self._cutter = Cutter(self.batch_dim)
         args, kwargs = as_call(inputs)
-        self.samples = Cutter(batch_dim).batch_size(args, kwargs)
+        self.samples = self._cutter.batch_size(args, kwargs)
         self._call = bare_inputs((args, kwargs, target))
         self.length = next(
-            (t.shape[sequence_dim] for t in tensors_in((args, kwargs)) if t.dim() > max(sequence_dim, batch_dim)), None
+            (
+                t.shape[sequence_dim]
+                for t in tensors_in((args, kwargs))
+                if t.dim() > max(sequence_dim, self._cutter.batch_dim)
+            ),
+            None,
         )
         stored = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
         self.stored_bytes = sum(tensor.numel() * tensor.element_size() for tensor in stored.values())
@@ -96,15 +102,16 @@ class Study:
     def part(self, samples: int, length: int | None = None, dtype: torch.dtype | None = None) -> Any:
         """Arguments, keywords and target of so many samples of that length, without values."""
 
-        def sized(tensor: torch.Tensor) -> torch.Tensor:
+        def sized(tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
             shape = list(tensor.shape)
-            if len(shape) > self.batch_dim and shape[self.batch_dim] == self.samples:
-                shape[self.batch_dim] = samples
+            if dim is not None and len(shape) > dim and shape[dim] == self.samples:
+                shape[dim] = samples
             if length is not None and len(shape) > self.sequence_dim and shape[self.sequence_dim] == self.length:
                 shape[self.sequence_dim] = length
             return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
 
-        return bare_inputs(map_tensors(self._call, sized), dtype)
+        args, kwargs, target = self._call
+        return bare_inputs(self._cutter.changed(args, kwargs, target, sized), dtype)
 
     def captured(self, length: int | None = None) -> Capture:
         """The layers, as captured with the larger of two micro-batch sizes."""
@@ -256,7 +263,7 @@ class Study:
         return Profile(
             model=captured.model,
             layers=tuple(layer(k) for k in range(len(captured.layers))),
-            tensors=tuple(_tensor(one, sizes, self.batch_dim, dtype) for one in captured.tensors),
+            tensors=tuple(_tensor(one, sizes, self._cutter.batch_dim, dtype) for one in captured.tensors),
             parameters=parameters,
             buffers=captured.buffers,
             microbatch_sizes=sizes,

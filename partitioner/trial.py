@@ -21,9 +21,9 @@ from torch import nn
 
 from partitioner.errors import ArgumentError, PartitionerError, UnsupportedModelError
 from partitioner.losses import Loss, LossFunction
-from partitioner.microbatches import MicroBatch
+from partitioner.microbatches import BatchDim, Cutter, MicroBatch
 from partitioner.restore import untouched
-from partitioner.structures import described, map_tensors
+from partitioner.structures import described, map_tensors, tensors_in
 from partitioner.written import parameters_kept
 
 
@@ -36,7 +36,7 @@ INPUTS = "example_inputs is a tensor (the only argument), a tuple (arguments in 
 
 @contextlib.contextmanager
 def explained(
-    model: nn.Module, batches: Sequence[MicroBatch], loss_fn: LossFunction | None, batch_dim: int
+    model: nn.Module, batches: Sequence[MicroBatch], loss_fn: LossFunction | None, batch_dim: BatchDim
 ) -> Iterator[None]:
     """Around work that runs `model` on `batches`, the whole batch first, then its micro-batches."""
     try:
@@ -53,7 +53,7 @@ def explained(
 
 
 def _fault(
-    model: nn.Module, batches: Sequence[MicroBatch], loss_fn: LossFunction | None, batch_dim: int
+    model: nn.Module, batches: Sequence[MicroBatch], loss_fn: LossFunction | None, batch_dim: BatchDim
 ) -> ArgumentError | None:
     whole = batches[0].samples
     for batch in batches:
@@ -62,9 +62,11 @@ def _fault(
             args, kwargs, target = map_tensors((args, kwargs, target), lambda tensor: tensor.to("meta"))
         cut = ""
         if batch.samples < whole:
+            elsewhere = _elsewhere(model, batches[0], batch_dim)
             cut = (
                 f"; the whole batch runs, micro-batches do not: batch_dim={batch_dim} counts {whole} samples, of which "
-                f"this one has {batch.samples}. Say along which dimension the samples lie (batch_dim=), or, where the "
+                f"this one has {batch.samples}. Say along which dimension the samples of an argument lie, or that it "
+                f"holds none (batch_dim={elsewhere or {'mask': None}}), or, where the "
                 "batch is no number of samples side by side (one graph, a state between batches), leave it whole: "
                 "microbatches=1 with mesh={'pp': ..., 'dp': 1}"
             )
@@ -83,6 +85,22 @@ def _fault(
                 OnlyWholeError if cut else ArgumentError,
             )
     return None
+
+
+def _elsewhere(model: nn.Module, whole: MicroBatch, batch_dim: BatchDim) -> dict[str, int]:
+    """Arguments that have as many entries as there are samples along another dimension than was said."""
+    cutter = Cutter(batch_dim)
+    names = list(inspect.signature(model.forward).parameters)
+    arguments: list[tuple[int | str, Any]] = [*enumerate(whole.args), *whole.kwargs.items(), ("target", whole.target)]
+    found = {}
+    for key, value in arguments:
+        dim = cutter.dim_of(key)
+        for tensor in tensors_in(value):
+            is_cut = dim is None or (tensor.dim() > dim and tensor.shape[dim] == whole.samples)
+            if not is_cut and whole.samples in tensor.shape:
+                name = names[key] if isinstance(key, int) and key < len(names) else str(key)
+                found[name] = tensor.shape.index(whole.samples)
+    return found
 
 
 def _forward(

@@ -23,7 +23,7 @@ from partitioner.report.blocks import Facts, Page, Prose
 from partitioner.restore import untouched
 from partitioner.selfcheck import worst_difference
 from partitioner.specs import Frozen, Seconds, counted
-from partitioner.structures import in_own_containers, map_tensors
+from partitioner.structures import in_own_containers
 from partitioner.tracing import unwrap
 from partitioner.trial import explained
 from partitioner.whole_batch import batch_norms
@@ -204,18 +204,17 @@ def _of_size(
     args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, plan: Plan, cutter: Cutter
 ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     """The batch with exactly the plan's number of samples."""
-    given, wanted, dim = cutter.batch_size(args, kwargs), plan.training.batch_size, plan.training.batch_dim
+    given, wanted = cutter.batch_size(args, kwargs), plan.training.batch_size
     if given == wanted:
         return args, kwargs, target
     index = torch.arange(wanted) % given
 
-    def resized(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dim() <= dim or tensor.shape[dim] != given:
+    def resized(tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
+        if dim is None or tensor.dim() <= dim or tensor.shape[dim] != given:
             return tensor
         return tensor.index_select(dim, index.to(tensor.device))
 
-    new_args, new_kwargs, new_target = map_tensors((args, kwargs, target), resized)
-    return new_args, new_kwargs, new_target
+    return cutter.changed(args, kwargs, target, resized)
 
 
 @contextlib.contextmanager

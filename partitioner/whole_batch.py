@@ -33,6 +33,8 @@ TOLERANCE = 1e-5
 """Relative; batches of other sizes are computed in other orders of sums."""
 DEVICE_TOLERANCE = 1e-4
 """The same on other devices than a CPU, where they are computed by other kernels, which may round more."""
+UNEVEN = 1e-4
+"""The same for examples made uneven: what is left out is a large part, and zeros may round more than what was there."""
 
 
 class Comparison(NamedTuple):
@@ -55,10 +57,11 @@ def compare(
     count: int,
     loss: Loss,
     paddings: Sequence[int] = PADDING,
+    least: float = 0.0,
 ) -> Comparison | None:
     """The loss of the whole batch, `inputs` as the caller gave them, beside that of `count` micro-batches.
 
-    `paddings`: values that may mark what the loss is no mean over.
+    `paddings`: values that may mark what the loss is no mean over. `least`: the least difference that counts.
 
     The model is untouched. Each forward starts from the same state, in training mode unless that draws random numbers
     or normalises over the batch, which gives other numbers by design. None where it cannot be told: the batch has one
@@ -76,7 +79,7 @@ def compare(
         cast(Sequence[float], loss.weights(parts, [as_given(part, inputs) for part in parts])) for parts in splits
     ]
     is_sum = loss.is_sum(batch.kwargs)
-    tolerance = _tolerance(model)
+    tolerance = max(least, _tolerance(model))
 
     def missed(rule: Sequence[Sequence[float]], added: bool) -> float:
         shares = [_missed(one, weight, added, whole, 0.0) for one, weight in zip(found, rule, strict=True)]
@@ -183,9 +186,9 @@ def _compared(
 ) -> Comparison | None:
     """The comparison, by samples where labels of two kinds count differently; None where micro-batches have no loss."""
     try:
-        found = compare(model, batch, inputs, cutter, count, loss, paddings)
+        found = compare(model, batch, inputs, cutter, count, loss, paddings, UNEVEN)
     except ArgumentError:
-        found = compare(model, batch, inputs, cutter, count, by_rule("samples", model, loss), paddings)
+        found = compare(model, batch, inputs, cutter, count, by_rule("samples", model, loss), paddings, UNEVEN)
         if found is not None and found.holds:
             found = found._replace(how="samples", holds=False)
     if found is not None and not found.holds and found.how is None and not math.isfinite(found.parts):

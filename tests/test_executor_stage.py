@@ -19,6 +19,7 @@ from rank_pool import RankPool, RanksFailed
 from torch import nn
 from torch.nn import functional as F
 
+import partitioner as pt
 from partitioner.actions import Action
 from partitioner.errors import ArgumentError, PlanMismatchError
 from partitioner.executor import materialize
@@ -549,6 +550,69 @@ def test_samples_along_another_dimension(ranks: RankPool) -> None:
     model, x, y = Sequence(), torch.randn(5, 8, 4), torch.randn(5, 8, 4)
     plan = plan_of(model, (x,), microbatches=4, batch_dim=1)
     assert_same(ranks, plan, model, [(x, y)], F.mse_loss)
+
+
+class Keeping(nn.Module):
+    """Given the state that a batch before has left, whose samples lie along dimension 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.GRU(4, 4, num_layers=2, batch_first=True)
+        self.middle = nn.Linear(4, 4)
+        self.second = nn.GRU(4, 4, num_layers=2, batch_first=True)
+
+    def forward(self, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        y, state = self.first(x, state)
+        output: torch.Tensor = self.second(self.middle(y), state)[0]
+        return output
+
+
+class Translating(nn.Module):
+    """Sequences before samples; a mask as large as a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, src_mask=mask)
+        return x
+
+
+@pytest.mark.parametrize(("pp", "dp"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("make", "inputs", "target", "dims"),
+    [
+        (Keeping, lambda: (torch.randn(8, 5, 4), torch.randn(2, 8, 4)), lambda: torch.randn(8, 5, 4), {"state": 1}),
+        (
+            Translating,
+            lambda: (torch.randn(8, 8, 8), torch.triu(torch.full((8, 8), float("-inf")), 1)),
+            lambda: torch.randn(8, 8, 8),
+            {"*": 1, "mask": None},
+        ),
+    ],
+)
+def test_samples_that_lie_elsewhere_in_some_arguments_are_said_once(
+    ranks: RankPool, make: Any, inputs: Any, target: Any, dims: Any, pp: int, dp: int
+) -> None:
+    torch.manual_seed(0)
+    model, x, y = make(), inputs(), target()
+    common: dict[str, Any] = {"loss_fn": F.mse_loss, "example_target": y, "mesh": {"pp": pp, "dp": dp}}
+    plan = pt.partition(model, x, gpus=2, microbatches=2, batch_dim=dims, **common)
+    assert plan.num_stages == pp
+    assert_same(ranks, pt.Plan.model_validate_json(plan.model_dump_json()), model, [(x, y)], F.mse_loss)
+
+
+def test_an_argument_whose_samples_lie_elsewhere_is_named() -> None:
+    model, x, y = Keeping(), (torch.randn(8, 5, 4), torch.randn(2, 8, 4)), torch.randn(8, 5, 4)
+    common: dict[str, Any] = {"gpus": 2, "loss_fn": F.mse_loss, "example_target": y}
+    with pytest.raises(ArgumentError, match=r"batch_dim=\{'state': 1\}"):
+        pt.partition(model, x, **common)
+    with pytest.raises(ArgumentError, match=r"has no argument 'hx'; it has x, state"):
+        pt.partition(model, x, batch_dim={"hx": 1}, **common)
+    with pytest.raises(ArgumentError, match=r"True of 'state' is no dimension"):
+        pt.partition(model, x, batch_dim={"state": True}, **common)
 
 
 class Dropping(nn.Module):

@@ -98,7 +98,8 @@ def test_another_batch_dimension_and_arguments_that_differ() -> None:
 
 def test_a_target_that_does_not_fit_says_what_to_write() -> None:
     with pytest.raises(
-        ArgumentError, match=r'4 samples along dimension 1.*int64 \(5,\) of 0 to 4, does not.*batch_dim=\{"target": 0\}'
+        ArgumentError,
+        match=r'4 samples along dimension 1.*int64 \(5,\) of 0 to 4, does not.*batch_dim=\{"\*": 1, "target": 0\}',
     ):
         Cutter(batch_dim=1).cut((torch.zeros(5, 4),), {}, torch.arange(5), 2)
 

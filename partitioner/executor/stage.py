@@ -34,7 +34,7 @@ from partitioner.executor.reduction import Reduction
 from partitioner.executor.replicas import Replicas
 from partitioner.executor.scaling import AgreedScaling
 from partitioner.losses import Loss, LossFunction, LossWeight, Weight
-from partitioner.microbatches import BatchDims, Cutter, MicroBatch, as_call, as_given, join
+from partitioner.microbatches import BatchDim, Cutter, MicroBatch, as_call, as_given, join, named_dims
 from partitioner.plan import Plan
 from partitioner.recompute import Recomputed
 from partitioner.slicing import Slice
@@ -55,7 +55,7 @@ def materialize(
     loss_fn: LossFunction | None = None,
     loss_weight: LossWeight | None = None,
     weights: WeightsLike | None = None,
-    batch_dim: BatchDims | None = None,
+    batch_dim: BatchDim | None = None,
     device: str | torch.device | None = None,
     timeout: float | None = None,
     seed: int | None = None,
@@ -69,7 +69,8 @@ def materialize(
     `loss_fn(output, target)`: None takes the model's own loss. `loss_weight(inputs, target)`: what a micro-batch
     counts for in a mean over something else than samples or valid labels; "sum" where the loss is a sum; "samples".
     None: as the plan found, or as the labels of each batch tell.
-    `batch_dim`: arguments whose samples lie elsewhere than the plan says: {"positions": None, "target": 0}.
+    `batch_dim`: where samples lie, where that is elsewhere than the plan says: a dimension, or those of the arguments
+    that differ from the plan's: {"positions": None, "target": 0}.
     `timeout`: seconds without progress after which a rank gives up; None is max(60, 10 x the predicted step).
     `seed`: of dropout and the like; None takes torch's on rank 0, as torch.manual_seed set it.
     `keep_output`: False frees the last stage's outputs at once, and there is no `last_output`.
@@ -95,7 +96,8 @@ def materialize(
     with failures.caught():
         placement = Placement(plan, mesh.stage, model, mesh.device, weights)
         loss = Loss(placement.model, loss_fn, loss_weight, plan.training.loss_rule)
-        cutter = Cutter(plan.training.batch_dim, batch_dim, plan.training.whole)
+        special = None if batch_dim is None else named_dims(placement.model, batch_dim)
+        cutter = Cutter(plan.training.batch_dim, special, plan.training.whole)
         return LiveStage(plan, mesh, failures, placement, loss, cutter, seed, weights is None, keep_output)
 
 
