@@ -85,7 +85,8 @@ def partition(
     `loss_fn(output, target)`: None is the model's own loss. `batch_size`: samples of one optimizer step, all replicas
     together; None: that of `example_inputs`. `batch_dim`: the dimension of samples, or that of each argument where they
     differ, None where it holds none: {"state": 1, "mask": None}; "*" are all others, "target" the target.
-    `objective`: "train", or for inference with `eval_step` the most samples a second ("throughput") or the least time of one batch ("latency"). `recompute`: never, always, or auto: the stages
+    `objective`: "train", or for inference with `eval_step` the most samples a second ("throughput") or the least time
+    of one batch ("latency"). `recompute`: never, always, or auto: the stages
     that do not fit otherwise. `shard`: what a stage's replicas divide, none, zero1 (the optimizer's state) or zero2
     (gradients, too), or auto: by stage, where otherwise nothing fits or the step is predicted 5 % longer. `pin`: layer
     id -> stage, or -> a word, for layers that are to share a stage: {"wte": "tied", "lm_head": "tied"}. `profile`: plan
@@ -322,9 +323,20 @@ def _of_each_replica(plan: Plan, model: nn.Module, batch: MicroBatch, loss: Loss
     part = Cutter(plan.training.batch_dim, whole=plan.training.whole).cut(
         batch.args, batch.kwargs, batch.target, count
     )[0]
-    buffers, counts = changed_by_forward(model, part, loss, seed=seed)
-    if not buffers and not counts:
-        return ""
+    buffers, counts, generators = changed_by_forward(model, part, loss, seed=seed)
+    told = []
+    if generators:
+        told.append(
+            f"the forward draws from {', '.join(generators)}, of the model's own: each of {plan.num_replicas} replicas "
+            "draws the same numbers for its own samples, where one device would draw on; after materialize a replica "
+            f"can have its own: {generators[0]}.manual_seed(seed + stage.dp_rank)"
+        )
+    if buffers or counts:
+        told.append(_moved_apart(plan, buffers))
+    return "; ".join(told)
+
+
+def _moved_apart(plan: Plan, buffers: list[str]) -> str:
     names = f"{len(buffers)} buffers ({', '.join(buffers[:2])}{', ...' if len(buffers) > 2 else ''})"
     what = (
         names if len(buffers) > 1 else f"the buffer {buffers[0]}" if buffers else "numbers in its modules' attributes"

@@ -27,6 +27,11 @@ def has_content(value: Any) -> bool:
         return value.dtype != object and value.nbytes <= MAX_BYTES
     if isinstance(value, (bytearray, array.array)):
         return memoryview(value).nbytes <= MAX_BYTES
+    return is_generator(value)
+
+
+def is_generator(value: Any) -> bool:
+    """Whether random numbers are drawn from it."""
     return isinstance(value, _GENERATORS)
 
 

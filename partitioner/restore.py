@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from partitioner.contents import content_of, fill, has_content
+from partitioner.contents import content_of, fill, has_content, is_generator
 from partitioner.structures import is_python_object
 from partitioner.usage import names_in
 
@@ -168,8 +168,10 @@ class ModelState:
         self.keep_variables(_functions_of(model))
 
     def keep_variables(self, functions: Iterable[Any]) -> None:
-        """What these functions set around them: `nonlocal` and `global` names."""
-        self._undo += [_variable_undo(variable) for variable in _variables_of(functions)]
+        """What these functions set around them, `nonlocal` and `global` names, and generators that they draw from."""
+        variables, generators = _variables_of(functions)
+        self._undo += [_variable_undo(variable) for variable in variables]
+        self._keep(tuple(generators.values()), 0)
 
     def keep(self, others: Any) -> None:
         """From here on, keep these too."""
@@ -379,10 +381,27 @@ def _functions_of(model: nn.Module) -> list[Any]:
     ]
 
 
-def _variables_of(functions: Iterable[Any]) -> list[CellType | tuple[dict[str, Any], str]]:
-    """Variables of functions around and of Python modules that these set, or what they call does."""
+def generators_of(model: nn.Module) -> dict[str, Any]:
+    """Random generators that are the model's own, by name: in its attributes, and those that its code has around it."""
+    own = {
+        f"{path}.{name}" if path else name: value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if is_generator(value)
+    }
+    return _variables_of(_functions_of(model))[1] | own
+
+
+def _variables_of(
+    functions: Iterable[Any],
+) -> tuple[list[CellType | tuple[dict[str, Any], str]], dict[str, Any]]:
+    """Variables of functions around and of Python modules that these set, or what they call does.
+
+    And the random generators among what they have around them, by name.
+    """
     left = list(functions)
     found: list[CellType | tuple[dict[str, Any], str]] = []
+    generators: dict[str, Any] = {}
     known = set[int]()
     while left:
         item = left.pop()
@@ -395,9 +414,11 @@ def _variables_of(functions: Iterable[Any]) -> list[CellType | tuple[dict[str, A
         cells = dict(zip(item.__code__.co_freevars, item.__closure__ or (), strict=True))
         found += [cell for name, cell in cells.items() if name in stored and cell != _EMPTY]
         found += [(item.__globals__, name) for name in stored if name not in cells and name in item.__globals__]
-        left += [cell.cell_contents for cell in cells.values() if cell != _EMPTY]
-        left += [item.__globals__.get(name) for name in names]
-    return found
+        around = {name: cell.cell_contents for name, cell in cells.items() if cell != _EMPTY}
+        beside = {name: item.__globals__[name] for name in names if name in item.__globals__}
+        generators |= {name: value for name, value in (around | beside).items() if is_generator(value)}
+        left += [*around.values(), *beside.values()]
+    return found, generators
 
 
 def _variable_undo(variable: CellType | tuple[dict[str, Any], str]) -> Callable[[], None]:

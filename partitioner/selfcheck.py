@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
 from partitioner.capture import copied
+from partitioner.contents import content_of
 from partitioner.errors import PartitionerError, UnsupportedModelError
 from partitioner.losses import Loss
 from partitioner.microbatches import MicroBatch
@@ -19,7 +20,7 @@ from partitioner.profiles import Profile
 from partitioner.reaching import Reach
 from partitioner.recompute import Recomputed
 from partitioner.renewal import Kept
-from partitioner.restore import ModelState, untouched
+from partitioner.restore import ModelState, generators_of, untouched
 from partitioner.slicing import Slice, chain
 from partitioner.structures import map_tensors
 from partitioner.trial import line_of
@@ -173,8 +174,18 @@ def check_order(model: nn.Module, first: MicroBatch, second: MicroBatch, loss: L
                 )
 
 
-def changed_by_forward(model: nn.Module, part: MicroBatch, loss: Loss, *, seed: int = 0) -> tuple[list[str], bool]:
-    """The buffers that a forward changes, and whether it changes numbers in attributes; the model is untouched.
+class Changed(NamedTuple):
+    """What a forward changes."""
+
+    buffers: list[str]
+    has_numbers: bool
+    """Whether numbers in attributes of modules."""
+    generators: list[str]
+    """Generators of random numbers that are the model's own: in its attributes, or beside its forward in a file."""
+
+
+def changed_by_forward(model: nn.Module, part: MicroBatch, loss: Loss, *, seed: int = 0) -> Changed:
+    """What a forward changes; the model is untouched.
 
     Of a second forward, as a first one may set up things once. What torch's own normalisations average is not told: a
     forward in training does not read it.
@@ -200,6 +211,7 @@ def changed_by_forward(model: nn.Module, part: MicroBatch, loss: Loss, *, seed: 
             if id(buffer) not in averages and not buffer.is_meta
         }
         tables = [(vars(module), dict(vars(module))) for module in model.modules()]
+        generators = {name: (one, content_of(one)) for name, one in generators_of(model).items()}
         forward()
         after = dict(model.named_buffers())
         changed = [
@@ -211,7 +223,8 @@ def changed_by_forward(model: nn.Module, part: MicroBatch, loss: Loss, *, seed: 
         counts = any(
             type(value) in numbers and table.get(key) != value for table, then in tables for key, value in then.items()
         )
-        return changed, counts
+        drawn = [name for name, (one, state) in generators.items() if content_of(one) != state]
+        return Changed(changed, counts, drawn)
 
 
 class _NothingChanged(Exception):

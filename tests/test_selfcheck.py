@@ -254,10 +254,35 @@ class Moving(nn.Module):
 def test_what_a_forward_changes_is_named_and_given_back() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Moving())
     part, _ = rounds()
-    assert changed_by_forward(model, part, Loss(model, square, None)) == (["2.mean"], True)
+    assert changed_by_forward(model, part, Loss(model, square, None)) == (["2.mean"], True, [])
     assert model[2].calls == 0 and not model[2].mean.any() and not model[1].running_mean.any()
     plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    assert changed_by_forward(plain, part, Loss(plain, square, None)) == ([], False)
+    assert changed_by_forward(plain, part, Loss(plain, square, None)) == ([], False, [])
+
+
+RANDOM = torch.Generator().manual_seed(5)
+
+
+class Noisy(nn.Module):
+    """Noise from a generator of its own, or from one of its file."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.noise = torch.Generator().manual_seed(3) if own else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.randn(x.shape[1], generator=self.noise or RANDOM)
+
+
+@pytest.mark.parametrize(("own", "name"), [(True, r"1\.noise"), (False, "RANDOM")])
+def test_replicas_that_draw_the_same_numbers_from_a_generator_of_the_models_own_are_told_of(
+    own: bool, name: str
+) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), Noisy(own), nn.Linear(4, 4)), torch.randn(8, 4)
+    before = RANDOM.get_state()
+    with pytest.warns(pt.ReplicaWarning, match=rf"draws from {name}.*manual_seed\(seed \+ stage\.dp_rank\)"):
+        pt.partition(model, (x,), gpus=2, mesh={"dp": 2}, microbatches=2, loss_fn=square)
+    assert torch.equal(before, RANDOM.get_state())
 
 
 def test_replicas_that_each_move_their_own_are_told_of() -> None:
