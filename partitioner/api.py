@@ -201,7 +201,7 @@ def partition(
             if check == "first" and not any(parameter.is_meta for parameter in model.parameters()):
                 tell("checking the slices", 0.9)
                 whole = MicroBatch(args, kwargs, example_target, samples)
-                with explained(model, [whole], loss_fn, batch_dim):
+                with explained(model, [whole, *_microbatches(plan, whole)], loss_fn, batch_dim):
                     loss = Loss(model, loss_fn, loss_weight)
                     loss.beside = (written_weights(model, measured.parameters),)
                     plan = _checked(plan, model, whole, loss, seed, notes)
@@ -272,12 +272,16 @@ def _total_s(plan: Plan) -> float:
     return plan.prediction.step_s + plan.prediction.optimizer_s
 
 
+def _microbatches(plan: Plan, batch: MicroBatch) -> list[MicroBatch]:
+    """The example in micro-batches as large as the plan's."""
+    count = max(1, batch.samples // plan.microbatch_samples)
+    cutter = Cutter(plan.training.batch_dim, whole=plan.training.whole)
+    return cutter.cut(batch.args, batch.kwargs, batch.target, count)
+
+
 def _checked(plan: Plan, model: nn.Module, batch: MicroBatch, loss: Loss, seed: int, notes: list[str]) -> Plan:
     """The plan, or the best one without the cuts, or the recomputation, with which the model gives other numbers."""
-    count = max(1, batch.samples // plan.microbatch_samples)
-    part, *more = Cutter(plan.training.batch_dim, whole=plan.training.whole).cut(
-        batch.args, batch.kwargs, batch.target, count
-    )
+    part, *more = _microbatches(plan, batch)
     second = more[0] if more else None
     if plan.num_stages > 1 and plan.num_microbatches > 1 and plan.training.objective == "train":
         try:
@@ -319,10 +323,7 @@ def _checked(plan: Plan, model: nn.Module, batch: MicroBatch, loss: Loss, seed: 
 
 def _of_each_replica(plan: Plan, model: nn.Module, batch: MicroBatch, loss: Loss, seed: int) -> str:
     """What replicas do to the model's state that one device would not, if anything."""
-    count = max(1, batch.samples // plan.microbatch_samples)
-    part = Cutter(plan.training.batch_dim, whole=plan.training.whole).cut(
-        batch.args, batch.kwargs, batch.target, count
-    )[0]
+    part = _microbatches(plan, batch)[0]
     buffers, counts, generators = changed_by_forward(model, part, loss, seed=seed)
     told = []
     if generators:

@@ -72,6 +72,27 @@ def test_a_batch_that_only_runs_whole_is_planned_whole_where_that_is_asked() -> 
     assert any("whole batch alone" in why and "size 32, got" in why for why in plan.why)
 
 
+class Bags(nn.Module):
+    """Indices of all samples in one row, and where each sample's begin: no part of the batch but the first one runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = nn.EmbeddingBag(100, 8, mode="sum")
+        self.top = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def forward(self, dense: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.top(dense + self.bags(indices, offsets))
+        return scores
+
+
+def test_a_part_that_does_not_run_where_the_first_one_does_is_told_too() -> None:
+    inputs = torch.randn(8, 8), torch.arange(24), torch.arange(0, 24, 3)
+    given: Any = {"gpus": 2, "loss_fn": nn.functional.mse_loss, "example_target": torch.zeros(8, 1)}
+    with pytest.raises(ArgumentError, match=r"(?s)offsets\[0\] has to be 0.*leave it whole: microbatches=1"):
+        pt.partition(Bags(), inputs, microbatches=4, mesh={"pp": 2, "dp": 1}, **given)
+    assert pt.partition(Bags(), inputs, microbatches=1, mesh={"pp": 2, "dp": 1}, **given).num_stages == 2
+
+
 def test_estimates_and_capacity_tell_it_too() -> None:
     with torch.device("meta"):
         model = chain()
