@@ -12,7 +12,7 @@ import inspect
 import os
 import sysconfig
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +62,14 @@ def _fault(
             args, kwargs, target = map_tensors((args, kwargs, target), lambda tensor: tensor.to("meta"))
         cut = ""
         if batch.samples < whole:
-            elsewhere = _elsewhere(model, batches[0], batch_dim)
+            said: Mapping[Any, int | None] = {}
+            if batch_dim:
+                said = batch_dim if isinstance(batch_dim, Mapping) else {"*": batch_dim}
+            elsewhere = {**said, **(_elsewhere(model, batches[0], batch_dim) or {"mask": None})}
             cut = (
                 f"; the whole batch runs, micro-batches do not: batch_dim={batch_dim} counts {whole} samples, of which "
                 f"this one has {batch.samples}. Say along which dimension the samples of an argument lie, or that it "
-                f"holds none (batch_dim={elsewhere or {'mask': None}}), or, where the "
+                f"holds none (batch_dim={elsewhere}), or, where the "
                 "batch is no number of samples side by side (one graph, a state between batches), leave it whole: "
                 "microbatches=1 with mesh={'pp': ..., 'dp': 1}"
             )

@@ -300,3 +300,36 @@ def test_weights_drawn_anew_from_one_seed_are_those_of_one_device() -> None:
     assert is_placeholder(model[0].weight) and is_placeholder(model[0].a)
     for name in ("weight", "bias", "a", "b", "scale"):
         assert torch.equal(getattr(model[2], name), getattr(plain[2], name)), name
+
+
+@pytest.mark.parametrize(
+    "give",
+    [
+        lambda own, other: setattr(own, "data", own.data * 0.9 + other.data * 0.1),
+        lambda own, other: setattr(own, "data", other.data),
+        lambda own, other: setattr(own, "data", other),
+        lambda own, other: setattr(own, "data", copy.deepcopy(other)),
+        lambda own, other: nn.utils.vector_to_parameters(nn.utils.parameters_to_vector([other, own]), [other, own]),
+    ],
+)
+@pytest.mark.parametrize("name", ["weight", "scale"])
+def test_values_replaced_by_a_placeholders_nothing_are_named_before_they_are_used(
+    give: Callable[[Any, Any], object], name: str
+) -> None:
+    placement = placed(1)
+    other, own = getattr(placement.model[0], name), getattr(placement.model[2], name)
+    placement.refuse_emptied()
+    give(own, other)
+    with pytest.raises(ArgumentError, match=rf"2.{name} of this rank .* what 0.{name} of stage 0 holds"):
+        placement.refuse_emptied()
+
+
+def test_values_replaced_by_others_are_no_nothing() -> None:
+    placement = placed(1)
+    other, own = placement.model[0].weight, placement.model[2].weight
+    for value in (own.data * 2, own.data.view_as(other), own.data.to(other.dtype), torch.zeros_like(other)):
+        own.data = value
+        placement.model[0].weight.data = value
+        assert copy.deepcopy(placement.model) is not None
+        placement.refuse_emptied()
+    assert is_placeholder(other)

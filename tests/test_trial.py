@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -83,6 +84,26 @@ class Bags(nn.Module):
     def forward(self, dense: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         scores: torch.Tensor = self.top(dense + self.bags(indices, offsets))
         return scores
+
+
+class SequenceFirst(nn.Module):
+    """Attention over (time, sample, feature), whose mask of what is padding is (sample, time)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.head = nn.MultiheadAttention(8, 2), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+        return self.head(self.attention(x, x, x, key_padding_mask=padding)[0])
+
+
+def test_the_dimensions_advised_can_be_given_as_they_are_written() -> None:
+    inputs = (torch.randn(5, 8, 8), torch.zeros(8, 5, dtype=torch.bool))
+    more = {"gpus": 2, "example_target": torch.randn(5, 8, 4), "loss_fn": nn.functional.mse_loss}
+    advised = {"*": 1, "padding": 0}
+    with pytest.raises(ArgumentError, match=re.escape(f"(batch_dim={advised})")):
+        pt.partition(SequenceFirst(), inputs, **(ASKED | more | {"batch_dim": 1}))
+    pt.partition(SequenceFirst(), inputs, **(ASKED | more | {"batch_dim": advised}))
 
 
 def test_a_part_that_does_not_run_where_the_first_one_does_is_told_too() -> None:

@@ -10,6 +10,7 @@ the values makes it. What would carry a placeholder's nothing into something rea
     placeholder.shape       as the parameter's          copy.deepcopy(...)        a placeholder
     print(placeholder)      says what it is             placeholder.tolist()      ArgumentError
     placeholder.norm()      again one that holds nothing: if norm > 5, own.mul_(norm), float(norm) are ArgumentErrors
+    own.data = placeholder  torch asks `own` alone, and does it: refused by the next call of the stage
 
 While the model's own code runs, its loss or its backward, whatever kernel is about to read one is refused by name, and
 so is a write in the forward: the rank that has the values does not run that layer.
@@ -18,11 +19,12 @@ so is a write in the forward: the rank that has the values does not run that lay
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from partitioner.errors import ArgumentError, UnsupportedModelError
@@ -32,6 +34,9 @@ from partitioner.tracing import HOST_READS, RANDOM, forward_here, function_name,
 _WRITING = frozenset(f"__{name}__" for name in "setitem iadd isub imul itruediv idiv ifloordiv imod ipow".split())
 _NOT_WRITING = frozenset({"requires_grad_", "detach_", "share_memory_", "rename_"})
 _SAVED = frozenset({"__reduce_ex__", "__reduce__", "__dlpack__"})
+
+_empty: dict[int, tuple[StorageWeakRef, str]] = {}
+"""Storages in which placeholders, and what was made of them, hold nothing; whose nothing it is."""
 
 
 class _Nothing:
@@ -135,6 +140,7 @@ def stands_in(tensor: torch.Tensor, name: str, stage: int) -> None:
     tensor.__class__ = _kind(type(tensor))
     if isinstance(tensor, _Nothing):
         tensor.label = f"{name} of stage {stage}"
+        _note_empty(tensor, tensor.label)
 
 
 def stands_in_no_more(tensor: torch.Tensor) -> None:
@@ -142,6 +148,29 @@ def stands_in_no_more(tensor: torch.Tensor) -> None:
     if issubclass(type(tensor), _Nothing):
         tensor.__class__ = type(tensor).stands_for  # type: ignore[attr-defined]
         vars(tensor).pop("label", None)
+
+
+def refuse_emptied(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Stop where `own.data = placeholder`, or what was made of one, left a tensor of this rank without its values."""
+    gone = [storage for storage, (kept, _) in _empty.items() if kept.expired()]  # type: ignore[no-untyped-call]
+    for storage in gone:
+        del _empty[storage]
+    if not _empty:
+        return
+    for name, tensor in tensors:
+        found = None if isinstance(tensor, _Nothing) else _empty.get(storage_of(tensor))
+        if found is not None:
+            raise ArgumentError(
+                f"{name} of this rank was given, by .data = ..., what {found[1]} holds, which has no values here: do "
+                "it within the stage, for the names in stage.named_parameters(), with all layers that use either "
+                "pinned to one stage (pin={layer: stage}), or use replicas only (mesh={'dp': n})"
+            )
+
+
+def _note_empty(tensor: torch.Tensor, label: str) -> None:
+    if tensor.layout == torch.strided and not tensor.is_meta and tensor.numel():
+        storage = tensor.untyped_storage()
+        _empty.setdefault(storage._cdata, (StorageWeakRef(storage), label))  # type: ignore[no-untyped-call]
 
 
 def is_placeholder(tensor: torch.Tensor) -> bool:
@@ -227,6 +256,7 @@ def _copied(tensor: Any, memo: dict[int, Any]) -> Any:
         made = nn.Parameter(data, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
         made.__class__ = type(tensor)
         vars(made).update(vars(tensor))
+        _note_empty(made, tensor.label)
         memo[id(tensor)] = made
     return memo[id(tensor)]
 
@@ -285,4 +315,7 @@ def _named(result: Any, args: Any, kwargs: Any, kind: type[BufferPlaceholder] = 
         return result
     found = result.as_subclass(kind)
     found.label = _label((args, kwargs))
+    real = (storage_of(one) for one in tensors_in((args, kwargs)) if not isinstance(one, _Nothing))
+    if storage_of(result) not in real:  # own.view_as(placeholder) is a view of what is here
+        _note_empty(result, found.label)
     return found

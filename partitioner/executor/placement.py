@@ -12,6 +12,7 @@ import gc
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,7 +22,13 @@ from torch import nn
 from partitioner.capture import fingerprint
 from partitioner.errors import ArgumentError, PlanMismatchError
 from partitioner.executor.mesh import Mesh
-from partitioner.executor.placeholders import is_placeholder, make_placeholder, stands_in, stands_in_no_more
+from partitioner.executor.placeholders import (
+    is_placeholder,
+    make_placeholder,
+    refuse_emptied,
+    stands_in,
+    stands_in_no_more,
+)
 from partitioner.executor.weights import Weights
 from partitioner.plan import Plan
 from partitioner.recording import ROOT
@@ -92,6 +99,10 @@ class Placement:
     def holds(self, key: str) -> bool:
         """Whether an entry of the state dict is this stage's own."""
         return self.stage in (self._owners_of_key(key) or (self.stage_of_key(key),))
+
+    def refuse_emptied(self) -> None:
+        """Stop where a line of the user's put what holds nothing here in the place of this stage's own values."""
+        refuse_emptied(chain(self.own.items(), self.model.named_buffers()))
 
     def has_values(self, name: str) -> bool:
         """Whether a buffer is no placeholder here."""

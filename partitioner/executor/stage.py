@@ -240,6 +240,8 @@ class LiveStage:
 
     def full_state_dict(self) -> dict[str, Any] | None:
         """The whole model's state dict on rank 0, on the CPU; None elsewhere. Every rank must call it."""
+        with self._failures.caught():
+            self._placement.refuse_emptied()
         with self._failures.called("stage.full_state_dict"):
             self._reduction.refresh()
             return full_state_dict(self._mesh, self._placement)
@@ -253,6 +255,8 @@ class LiveStage:
         """
         from partitioner.executor import checkpoint  # torch's checkpoints take a second to import
 
+        with self._failures.caught():
+            self._placement.refuse_emptied()
         with self._failures.called("stage.save_checkpoint"):
             self._reduction.refresh()
             training = {"num_steps": self._num_steps, "num_calls": self._num_calls, "seed": self._seed}
@@ -280,6 +284,7 @@ class LiveStage:
         self._refuse_inference()
         with self._failures.caught():  # what every rank finds for itself comes first
             self._refuse_unfrozen()
+            self._placement.refuse_emptied()
             self._afterwards.check()
             self._afterwards.begin()
         with self._failures.called("stage.train_step"):
@@ -319,6 +324,7 @@ class LiveStage:
         is an ArgumentError there; what it leaves in plain Python for the next forward is not looked after.
         """
         with self._failures.caught():
+            self._placement.refuse_emptied()
             self._afterwards.check()
         with self._failures.called("stage.eval_step"), torch.no_grad():
             if self.plan.training.objective != "train":
@@ -345,6 +351,7 @@ class LiveStage:
         """
         self._refuse_inference()
         with self._failures.caught():
+            self._placement.refuse_emptied()
             self._afterwards.check()
         with self._failures.called("stage.eval_loss"), torch.no_grad():
             self._reduction.refresh()
