@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple
@@ -19,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from partitioner.errors import ArgumentError
+from partitioner.errors import ArgumentError, LossWarning
 from partitioner.microbatches import MicroBatch
 from partitioner.restore import kept_by
 from partitioner.specs import Counted, LossRule, Weighing
@@ -59,6 +61,7 @@ class Loss:
         self._loss_fn = loss_fn
         self.beside: tuple[Any, ...] = ()
         """More that is to be given back after trial runs: weights that forwards write into."""
+        self._told = False
         self._loss_weight: LossWeight | Counted | None = loss_weight
         self._terms: LossRule | None = None
         """Where the loss adds up terms."""
@@ -146,6 +149,8 @@ class Loss:
         """What the micro-batch adds to the loss of the batch, 0-d; 0 without a graph where it counts for nothing."""
         if not isinstance(share, tuple):
             loss = self.of(output, target)
+            if not share:
+                self._warn_of_left_out(self._loss_weight, loss)
             return loss * share if share else torch.zeros_like(loss.detach())
         assert self._terms is not None
         terms, found = self.taken_apart(output, target), self._terms.terms
@@ -158,7 +163,28 @@ class Loss:
                 "arguments, labels of every kind), say what a micro-batch counts for (loss_weight=), or leave the "
                 "batch whole (microbatches=1)"
             )
-        return terms.shared([share[self._hows.index(how)] for how in found], share[-1])
+        shares = [share[self._hows.index(how)] for how in found]
+        for how, value, one in zip(found, terms.values, shares, strict=True):
+            if not one:
+                self._warn_of_left_out(how, value)
+        return terms.shared(shares, share[-1])
+
+    def _warn_of_left_out(self, how: Any, loss: torch.Tensor) -> None:
+        """A mean over nothing is 0, or NaN where that is not looked after; anything else should have counted."""
+        if self._told or not isinstance(how, Counted):
+            return
+        value = float(loss.detach())
+        if not value or not math.isfinite(value):
+            return
+        self._told = True
+        warnings.warn(
+            f"a micro-batch that holds nothing of what the loss is a mean over as the plan found ({how}) has a loss of "
+            f"{value:.6g} all the same, which is left out: the loss and its gradients are others than those of the "
+            "batch. Give a loss that is a sum over the batch (loss_weight='sum'), say what a micro-batch counts for "
+            "(loss_weight=lambda inputs, target: ...), or leave the batch whole (microbatches=1, mesh={'dp': 1})",
+            LossWarning,
+            stacklevel=2,
+        )
 
     def alone(self, output: Any, target: Any) -> torch.Tensor:
         """The loss of a micro-batch that is the whole batch."""

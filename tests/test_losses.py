@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from partitioner.errors import ArgumentError
+from partitioner.errors import ArgumentError, LossWarning
 from partitioner.losses import Loss, is_shifted, own_loss
 from partitioner.microbatches import Cutter
+from partitioner.specs import Counted, LossRule
 
 
 def in_parts(loss: Loss, model: Callable[..., Any], args: Any, kwargs: Any, target: Any, count: int) -> torch.Tensor:
@@ -135,3 +136,38 @@ def test_hugging_face_models_weigh_as_their_own_loss_does(name: str) -> None:
         if name == "LlamaForCausalLM":
             kwargs = {"input_ids": ids, "labels": labels, "num_items_in_batch": num}
             torch.testing.assert_close(in_parts(Loss(model, None, None), model, (), kwargs, None, 3), whole)
+
+
+def detection_loss(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Over all entries, divided by how many hold an object: a mean over these where there are some."""
+    objects = labels != 0
+    return F.softplus(torch.where(objects, -output, output)).sum() / objects.sum().clamp(min=1)
+
+
+def masked_mean(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    objects = labels != 0
+    return (output.square() * objects).sum() / objects.sum().clamp(min=1)
+
+
+@pytest.mark.parametrize("in_terms", [False, True])
+def test_a_loss_where_nothing_counts_is_told_of_once_and_a_mean_over_nothing_is_not(in_terms: bool) -> None:
+    how = Counted(argument="target", other_than=0.0)
+    labels = torch.zeros(4, 3)
+    for function in (detection_loss, masked_mean):
+        rule = LossRule(loss="", how="terms", terms=(how,)) if in_terms else LossRule(loss="", how=how)
+        loss = Loss(
+            nn.Linear(2, 3),
+            function,
+            None,
+            rule.model_copy(update={"loss": Loss(nn.Linear(2, 3), function, None).name}),
+        )
+        share = (0.0, 0.5) if in_terms else 0.0
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                with loss.watching():
+                    output = torch.ones(4, 3, requires_grad=True) * 1
+                assert float(loss.part(output, labels, share)) == 0
+        told = [str(one.message) for one in seen if one.category is LossWarning]
+        assert len(told) == (function is detection_loss)
+        assert all("entries of target other than 0) has a loss of 15.75" in text for text in told)
