@@ -27,7 +27,7 @@ from partitioner.errors import (
     expect,
 )
 from partitioner.links import between_cuda_devices, loopback
-from partitioner.losses import Loss, LossFunction, LossWeight, sum_of_outputs
+from partitioner.losses import Loss, LossFunction, LossWeight, refuse_trained, sum_of_outputs
 from partitioner.microbatches import BatchDim, Cutter, MicroBatch, as_call, named_dims
 from partitioner.plan import Plan
 from partitioner.profiler import profile as measure
@@ -116,6 +116,7 @@ def partition(
         trace_dir=trace_dir,
         seed=seed,
     )
+    refuse_trained(loss_fn)
     expect("profile", profile, (Profile, str, os.PathLike, type(None)), "a Profile, or the path of one")
     if trace_dir is not None and profile is not None:
         raise ArgumentError("trace_dir= is of the measurement, and with profile= nothing is measured: leave one out")

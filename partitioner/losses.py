@@ -37,6 +37,15 @@ Weight = float | tuple[float, ...]
 """What a micro-batch counts for, or its share of all; of a loss in terms that of each, and of what has no gradient."""
 
 
+def refuse_trained(loss_fn: LossFunction | None) -> None:
+    """A plan knows the model's parameters, not those of its loss."""
+    if isinstance(loss_fn, nn.Module) and any(parameter.requires_grad for parameter in loss_fn.parameters()):
+        raise ArgumentError(
+            "loss_fn has parameters to train: make it a part of the model, whose forward then takes the targets too "
+            "and returns the loss (loss_fn=None), so that they are planned for"
+        )
+
+
 class Loss:
     """`loss_fn(output, target)`, or the model's own; `loss_weight(inputs, target)`, "sum", "samples", or what is told.
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
+import partitioner as pt
 from partitioner.errors import ArgumentError, LossWarning
 from partitioner.losses import Loss, is_shifted, own_loss
 from partitioner.microbatches import Cutter
@@ -171,3 +172,9 @@ def test_a_loss_where_nothing_counts_is_told_of_once_and_a_mean_over_nothing_is_
         told = [str(one.message) for one in seen if one.category is LossWarning]
         assert len(told) == (function is detection_loss)
         assert all("entries of target other than 0) has a loss of 15.75" in text for text in told)
+
+
+def test_a_loss_with_parameters_of_its_own_is_refused_before_anything_is_measured() -> None:
+    model, loss = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 1))
+    with pytest.raises(ArgumentError, match="loss_fn has parameters to train: make it a part of the model"):
+        pt.partition(model, torch.zeros(4, 4), gpus=2, loss_fn=loss, example_target=torch.zeros(4))

@@ -33,7 +33,7 @@ from partitioner.executor.recorder import Recorder
 from partitioner.executor.reduction import Reduction
 from partitioner.executor.replicas import Replicas
 from partitioner.executor.scaling import AgreedScaling
-from partitioner.losses import Loss, LossFunction, LossWeight, Weight
+from partitioner.losses import Loss, LossFunction, LossWeight, Weight, refuse_trained
 from partitioner.microbatches import BatchDim, Cutter, MicroBatch, as_call, as_given, join, named_dims
 from partitioner.plan import Plan
 from partitioner.recompute import Recomputed
@@ -86,10 +86,7 @@ def materialize(
             f"{plan.schedule} with {plan.stages_per_rank} stages a rank is predicted but not run by this version: "
             f"plan with schedule={' or '.join(map(repr, EXECUTED))}"
         )
-    if isinstance(loss_fn, nn.Module) and any(parameter.requires_grad for parameter in loss_fn.parameters()):
-        raise ArgumentError(
-            "loss_fn has parameters to train: make it a part of the model, so that they are planned for"
-        )
+    refuse_trained(loss_fn)
     seconds = max(60.0, 10 * plan.prediction.step_s) if timeout is None else timeout
     mesh = join_mesh(plan, device, seconds)
     failures = Failures(mesh)
