@@ -7,6 +7,7 @@ compare_terms   where no rule is for all of it: a rule for each of the terms tha
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -56,6 +57,8 @@ def weighted(
                 made = compare_uneven(model, batch, tried, inputs, cutter, count, by)
         except ArgumentError as error:  # the example's labels already count differently
             refused = error
+        if found is None and refused is None and count > 1:
+            _run_each(model, batch, cutter, count)
         is_untold = refused is not None or any(not one.holds and one.how is None for one in (found, made) if one)
         if is_untold and tried is not None:
             terms = _in_terms(plan, model, batch, tried, cutter, count, loss, seed, notes)
@@ -103,6 +106,14 @@ def weighted(
     notes += warned
     warned += at_first if count > 1 else []
     return plan.model_copy(update={"training": plan.training.model_copy(update={"loss_rule": rule})})
+
+
+def _run_each(model: nn.Module, batch: MicroBatch, cutter: Cutter, count: int) -> None:
+    """Run each micro-batch alone, where no losses were compared: the first one may run where the others do not."""
+    for part in cutter.cut(batch.args, batch.kwargs, batch.target, count):
+        args, kwargs = map_tensors((part.args, part.kwargs), copied)
+        with contextlib.suppress(torch.OutOfMemoryError), torch.enable_grad():
+            model(*args, **kwargs)
 
 
 def _in_terms(

@@ -111,6 +111,8 @@ def test_a_part_that_does_not_run_where_the_first_one_does_is_told_too() -> None
     given: Any = {"gpus": 2, "loss_fn": nn.functional.mse_loss, "example_target": torch.zeros(8, 1)}
     with pytest.raises(ArgumentError, match=r"(?s)offsets\[0\] has to be 0.*leave it whole: microbatches=1"):
         pt.partition(Bags(), inputs, microbatches=4, mesh={"pp": 2, "dp": 1}, **given)
+    with pytest.raises(ArgumentError, match=r"(?s)offsets\[0\] has to be 0.*leave it whole: microbatches=1"):
+        pt.partition(Bags(), inputs, microbatches=2, mesh={"pp": 1, "dp": 2}, **given)
     assert pt.partition(Bags(), inputs, microbatches=1, mesh={"pp": 2, "dp": 1}, **given).num_stages == 2
 
 
